@@ -600,8 +600,11 @@ def sweep(served: Served, seconds: float = 1.0) -> int:
 
 
 @pytest.mark.parametrize(("seed", "seconds"), [(0, 1.0), (1, 0.0), (2, 0.0)])
-def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float, served: Served) -> None:
+def test_a_sweep_deletes_exactly_the_unneeded_versions(
+    seed: int, seconds: float, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any order of writes, checkpoints, copies, releases, rollbacks and restarts, with partial and complete sweeps."""
+    monkeypatch.setattr(changes, "_DELETED_AT_ONCE", 3)
     chance, sequence, names = random.Random(seed), itertools.count(1), [f"name {number}" for number in range(6)]
     rows_of: dict[str, np.ndarray] = {}
     num_swept = 0

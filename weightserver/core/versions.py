@@ -56,7 +56,8 @@ def unneeded(versions: Sequence[Version], checkpoints: Sequence[ShardCheckpoint]
     ]
 
 
-def digest(named: Iterable[tuple[int, int]]) -> bytes:
-    """16 bytes that identify a set of (block, write id), in any order: the sum of their hashes."""
+def digest(named: Iterable[tuple[int, int]], others: bytes = bytes(16)) -> bytes:
+    """16 bytes that identify a set of (block, write id), in any order: the sum of their hashes. `others` is a digest of
+    further members."""
     total = sum(xxhash.xxh3_128_intdigest(_NAMED.pack(block, write_id)) for block, write_id in named)
-    return (total % 2**128).to_bytes(16)
+    return ((total + int.from_bytes(others)) % 2**128).to_bytes(16)

@@ -11,6 +11,8 @@ from weightserver.common.options import add_options, given_options
 
 _RETRY_SECONDS = 10
 """Operators wait less patiently than training runs."""
+_CALL_SECONDS = 600
+"""A rollback, and the end of a backup, look at all versions of a shard: a few µs each."""
 _MAX_SECONDS = 3600
 
 
@@ -49,6 +51,7 @@ def connect(arguments: argparse.Namespace) -> WeightClient:
     security = given_options(arguments, ClientSecurity)
     return WeightClient(
         given_addresses(arguments),
+        timeout_seconds=_CALL_SECONDS,
         retry_seconds=_RETRY_SECONDS,
         connect_seconds=arguments.wait_for_servers,
         **security.client_arguments(),

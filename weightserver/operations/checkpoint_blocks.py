@@ -38,18 +38,18 @@ class CheckpointReader:
             StorageError: a block is damaged.
             ClusterError: at the end, if the blocks are not those that the shard says it keeps.
         """
-        codec, named = BlockCodec(self.info.spec), list[tuple[int, int]]()
+        codec, known = BlockCodec(self.info.spec), digest([])
         first, end = 0, self.info.spec.num_blocks
         while first < end:
             answer = self._read(first)
             for block in answer.blocks:
                 codec.check(block.number, block.write_id, block.content)
                 self.rows_stored += codec.num_written(block.content)
-                named.append((block.number, block.write_id))
                 yield block
+            known = digest(((block.number, block.write_id) for block in answer.blocks), known)
             first = answer.next_block or end
         last = self._read(end)
-        if digest(named) != last.digest:
+        if known != last.digest:
             raise ClusterError(
                 f"shard {self.shard} sent other blocks of checkpoint {self.checkpoint!r} than it keeps: check its "
                 "directory with 'weightserver verify'"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from weightserver.core.arrays import Int64Array, StoredArray
@@ -10,12 +12,15 @@ from weightserver.core.checkpoints import ShardCheckpoint, require_readable
 from weightserver.core.errors import FencedError, InvalidRequestError, StepError, TableMismatchError
 from weightserver.core.lineage import split_mark
 from weightserver.core.spec import TableSpec
+from weightserver.core.versions import Version
 from weightserver.shard import writing
 from weightserver.shard.sessions import check_epoch, session_of
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage.records import MAX_CHECKPOINTS, State, truncate_schedule, write_spec
 
+_DELETED_AT_ONCE = 1 << 16
+"""Versions that a rollback holds in memory."""
 MAX_EPOCH_STEP = 1 << 20
 """How far a session may lie beyond the shard's newest: others may have been opened on other shards only, or before a
 restore."""
@@ -252,9 +257,11 @@ class ShardChange(WriteTransaction):
         self.peers = peers or self.peers
         self.note_rows()
         self.txn.check_contents()  # a version that it does not find would stay
-        for version in list(self.txn.versions()):
-            if version.generation > kept.generation:
+        first = 0
+        while newer := list(itertools.islice(self._newer(first, kept.generation), _DELETED_AT_ONCE)):
+            for version in newer:
                 self.txn.delete_block(version)
+            first = newer[-1].block
         self.state = replace(
             self.state,
             clock=kept.step,
@@ -269,6 +276,10 @@ class ShardChange(WriteTransaction):
             self.table = table.with_rates(table.rates.up_to(table.spec, kept.step))
             truncate_schedule(self.txn, self.table.rates.hashed.values)
         return True
+
+    def _newer(self, first: int, generation: int) -> Iterator[Version]:
+        """The versions of blocks from `first` on that are newer than a generation."""
+        return (version for version in self.txn.versions(first) if version.generation > generation)
 
     def release(self, header: WriteHeader, name: str) -> bool:
         """Forgets a checkpoint, if it exists; returns False for a duplicate.
