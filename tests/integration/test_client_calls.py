@@ -24,8 +24,10 @@ from prometheus_client import REGISTRY
 from tests.helpers.watching import frozen, metric, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.client import calls
+from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.common.logs import REQUEST_ID
 from weightserver.common.version import __version__
+from weightserver.core.precision import precision_of
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import VERSION_KEY, rows_to_proto
 
@@ -237,6 +239,20 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
     assert second["status"] == "DEADLINE_EXCEEDED"
     assert third["seconds"] > second["seconds"] > first["seconds"] >= 2.5
     assert sum("answers again" in line["text"] for line in said) == 1
+
+
+def test_a_call_that_its_caller_has_left_is_no_answer(lines: Callable[[], list[dict[str, Any]]]) -> None:
+    """As after Ctrl-C, while the thread that makes the call still waits for a frozen shard."""
+    out: Output = [np.empty((len(ROWS), SPEC.dim), np.float32), None, None]
+    with BorrowedArrays() as borrowed:
+        rows = FetchedRows(ROWS, ROWS, out, precision_of(SPEC), borrowed)
+    call = calls.Call("1", "shard 1 at a:1", "1/2", "Fetch", rows=rows)
+    calls.WATCH.began(call)
+    call.heard -= 60
+    calls.WATCH.look()
+    calls.WATCH.leave([rows])
+    calls.WATCH.look()
+    assert lines()[-1]["text"].endswith("calls were given up")
 
 
 @pytest.mark.guard

@@ -186,11 +186,13 @@ def test_a_damaged_block_costs_its_rows_and_a_counter_says_so(tmp_path: Path) ->
 
 @pytest.mark.guard
 def test_a_shard_whose_data_file_is_replaced_is_not_serving_until_it_is_back(tmp_path: Path) -> None:
-    """Nothing is written meanwhile: the probe itself looks."""
-    with LocalCluster(1, tmp_path) as cluster:
+    """Nothing is written meanwhile: the probe itself looks. Clients are served."""
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(TableSpec(num_rows=100, dim=4))
         data, aside = tmp_path / "shard-0" / "data.mdb", tmp_path / "aside"
         data.rename(aside)
         assert asked(cluster)[0] == 1
+        assert client.describe().clock == 0
         shutil.copy(aside, data)
         assert "was replaced" in asked(cluster)[1]
         aside.rename(data)

@@ -160,6 +160,7 @@ class CallWatch:
     def leave(self, rows: list[FetchedRows]) -> None:
         """The caller of these fetches does not wait any more, whether they have ended or not."""
         for call in [call for call in list(self.waiting) if call.rows in rows]:
+            call.outcome = "cancelled"
             self.waiting.pop(call, None)
 
     def _ages(self, labels: tuple[str, str]) -> list[float]:

@@ -311,7 +311,7 @@ class LmdbStorage:
 
     def disk_bytes(self) -> int:
         """Bytes that the data file takes on disk."""
-        return (self.directory / "data.mdb").stat().st_blocks * 512
+        return os.fstat(self._data).st_blocks * 512
 
     def disk_usage(self) -> DiskUsage:
         volume = os.statvfs(self.directory)
