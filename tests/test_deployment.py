@@ -89,6 +89,7 @@ def test_services_run_unprivileged_and_listen_only_on_loopback_by_default() -> N
     for name, service in COMPOSE["services"].items():
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"], name
+        assert service["init"], name
         for port in service.get("ports", []):
             assert port.startswith(("127.0.0.1:", "${LISTEN:-127.0.0.1}:")), name
 
@@ -99,6 +100,7 @@ def test_the_trainer_can_pin_memory_and_compile() -> None:
     assert service["cap_add"] == ["IPC_LOCK"]
     assert service["ulimits"] == {"memlock": -1}
     image = (DEPLOY / "trainer.Dockerfile").read_text().rpartition("FROM")[2]
+    assert 'ENTRYPOINT ["tini", "--", ' in image
     assert "apt-get install --yes --no-install-recommends g++" in image
     assert "TORCHINDUCTOR_CACHE_DIR=/runs/" in image
 

@@ -114,14 +114,17 @@ def test_another_services_folder_of_metrics_is_left_alone(folder: str, tmp_path:
 @pytest.mark.skipif(not AS_ROOT, reason="only root may take another user's id")
 @pytest.mark.guard
 def test_a_trainer_without_a_home_or_a_name_trains(tmp_path: Path) -> None:
-    """As in a container with a user id of the cluster's choice."""
-    output = tmp_path / "runs"
+    """As in a container with a user id of the cluster's choice. Another service's folder of metrics is left alone."""
+    output, other = tmp_path / "runs", tmp_path / "other"
     output.mkdir()
+    other.mkdir(mode=0o777)
+    other.chmod(0o777)
     os.chown(output, NOBODY, NOBODY)
     as_nobody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     as_nobody += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "TMPDIR": str(output)}
     environment |= {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
+    environment["PROMETHEUS_MULTIPROC_DIR"] = str(other)
     small = ["--num-images", "512", "--batch-size", "64", "--num-negatives", "128", "--window-size", "256"]
     small += ["--window-stride", "64", "--steps", "3", "--encoder.name", "none", "--output", str(output / "a")]
     command = [*as_nobody, sys.executable, "-m", "trainer", "synthetic", *small]
@@ -130,6 +133,7 @@ def test_a_trainer_without_a_home_or_a_name_trains(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     assert json.loads((output / "a/summary.json").read_text())
     assert (output / f"home-of-uid-{NOBODY}").stat().st_mode & 0o777 == 0o700
+    assert not list(other.iterdir())
 
 
 def serve_here(directory: Path) -> str:

@@ -125,7 +125,7 @@ class Step:
         """The rows before the step's update: float32 (K of this rank, D), padded with zeros. Waits for them at the
         first call."""
         if self.weight is None:
-            with self._rows.naming_classes():
+            with self._rows.class_in_errors():
                 weight = self._store.weights(self.announced.rows, step=self.number)
             self.weight = padded(weight, self._num_padded).requires_grad_()
         return self.weight
@@ -189,7 +189,7 @@ class Step:
 
     def update(self, gradients: Tensor) -> None:
         """Updates the rows, and ends the step."""
-        with self._rows.naming_classes():
+        with self._rows.class_in_errors():
             self._store.apply_gradients(self.announced.rows, gradients, step=self.number)
 
     def clear_gradients(self, attempt: int) -> None:

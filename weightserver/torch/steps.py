@@ -158,7 +158,7 @@ class Steps:
                 return
             if step > self._requested:
                 try:
-                    with self._table.naming_classes():
+                    with self._table.class_in_errors():
                         store.prefetch(coming.rows, step=step)
                 except NoRoomError:
                     return

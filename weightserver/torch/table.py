@@ -338,7 +338,7 @@ class Table:
         return int(self._order.images(np.array([row]))[0])
 
     @contextlib.contextmanager
-    def naming_classes(self) -> Iterator[None]:
+    def class_in_errors(self) -> Iterator[None]:
         """Adds the class to an error that names a row."""
         try:
             yield
@@ -350,7 +350,7 @@ class Table:
     def flush(self) -> None:
         """Returns once this rank's updates are durable on the servers; dense rows are not stored."""
         if self.store is not None:
-            with self.naming_classes():
+            with self.class_in_errors():
                 self.store.flush()
 
     def read(self, classes: Int64Array, *, step: int) -> Tensor:
