@@ -154,7 +154,8 @@ def _evaluate(method: str, evaluation: Evaluation, config: TrainConfig) -> None:
     if evaluation.validation:
         images = _validated(images)
     subject = load_subject(command.subject)
-    state = evaluations.state_directory(file.parent, evaluation.name, {"weights": subject.digest})
+    identity = {"weights": subject.digest, "settings": asdict(command.settings), "images": images.digests}
+    state = evaluations.state_directory(file.parent, evaluation.name, identity)
     ranks = Ranks(device=config.compute.torch_device())
     made = evaluations.Evaluation(subject=subject, dataset=images, ranks=ranks, state=state)
     evaluations.evaluate(made, command.name, function_of(command.protocol), command.settings, file)

@@ -48,7 +48,7 @@ class Counting:
 
     def __init__(self, what: str, total: int = 0, *, done: int = 0) -> None:
         self.what, self._done, self._total, self._before = what, done, total, done
-        self._began = time.monotonic()
+        self._began, self._is_updated = time.monotonic(), False
         self.numbers, self._read_at = "", -_SECONDS_SHOWN
 
     def advance(self, count: int = 1, **shown: Tensor) -> None:
@@ -59,9 +59,9 @@ class Counting:
             self.numbers = " ".join(f"{name} {value.item():.4g}" for name, value in shown.items())
 
     def update(self, done: int, total: int) -> None:
-        """`done` of `total` parts are done."""
-        if not self._total:
-            self._began = time.monotonic()
+        """`done` of `total` parts are done. What came before the first call is of none of them."""
+        if not self._is_updated:
+            self._began, self._before, self._is_updated = time.monotonic(), done, True
         self._done, self._total = done, total
 
     def lines(self) -> Sequence[RenderableType]:

@@ -164,6 +164,12 @@ def test_what_is_counted_shows_how_much_is_left(monkeypatch: pytest.MonkeyPatch)
     clock.now += 2
     resumed.advance()
     assert resumed.fields()["seconds_left"] == 38, "by the parts that were done here"
+    clock.now += 60  # what came before the first part
+    resumed = Counting("epoch 4 of 5", 100, done=80)
+    for done in (81, 82):
+        resumed.update(done, 100)
+        clock.now += 1
+    assert resumed.fields()["seconds_left"] == 36
     with display.shown(), counting("outer", 2), counting("inner", 3):
         pass
     assert not Counting("packing").lines(), "nothing is known yet"

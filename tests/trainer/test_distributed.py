@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from benchmarks.dealing import table_of_flushes
 from tests.helpers.torchrun import torchrun
 from trainer.batch_norm import BatchNormOfRanks
+from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.distributed import process_group, with_first_ranks_buffers
 from trainer.evaluate.knn_probe import KnnProbe
 from trainer.loss import LossConfig
 from trainer.model import EncoderConfig, build_model
 from trainer.monitors import Monitors, Update
+from trainer.run.resume import resolve_resume
 from weightserver.core.sharding import Sharding
 from weightserver.torch import Ranks, padded
 from weightserver.torch.loss import padded_rows
@@ -120,6 +122,7 @@ def record_rank(out: Path) -> None:
             "texts": [ranks.broadcast_text(text if ranks.is_first else None) for text in TEXTS],
             "sums": ranks.sum_over_ranks([1.0, 2.0**40 + ranks.rank, -0.5 * ranks.rank]),
             "maxima": ranks.max_over_ranks([float(ranks.rank), -float(ranks.rank)]),
+            "epochs": resolve_resume(TrainConfig().with_settings(epochs=2.0 + ranks.rank), ranks).optimization.epochs,
         }
         ranks.barrier()
     assert not dist.is_initialized(), "the process group outlived its context"
@@ -149,6 +152,7 @@ def test_several_ranks_compute_what_one_does(world_size: int, tmp_path: Path, on
             "texts": list(TEXTS),
             "sums": [world_size, world_size * 2.0**40 + total, -0.5 * total],
             "maxima": [world_size - 1, 0],
+            "epochs": 2.0,  # rank 0's, as machines may choose differently
         }
 
 

@@ -102,6 +102,21 @@ def test_export_rejects_bad_input(
     fails("hold another table", run, *servers)
 
 
+@pytest.mark.guard  # seconds
+def test_rows_of_another_run_on_the_same_servers_are_refused(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints of all runs have the same names."""
+    for name in ("first", "second"):
+        train(small_run(tmp_path / name, servers=",".join(cluster.addresses), steps=EVERY, encoder=ONLY_ROWS))
+        if name == "first":
+            client.drop_table()
+    options = ["--output", tmp_path / "out", "--checkpoint", f"step-{EVERY:012d}"]
+    assert export(tmp_path / "first", *options) == 1
+    assert f"hold another table than that of {tmp_path / 'first'}" in capsys.readouterr().err
+    assert export(tmp_path / "second", *options) == 0
+
+
 @pytest.mark.guard
 @pytest.mark.parametrize("kind", ["folder", "packed"])
 def test_exported_rows_name_their_images_files(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

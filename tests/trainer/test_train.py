@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import threading
 import time
@@ -149,6 +151,21 @@ def test_a_used_directory_is_refused(data_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds another run"):
         train(config(data_dir, tmp_path / "run", rows="dense", steps=2))
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_directory_on_a_full_disk_is_not_claimed(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command starts the run once there is space."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ValueError, match=r"cannot be used .*choose another directory"):
+            train(config(data_dir, tmp_path / "run", rows="dense", steps=1))
+    assert train(config(data_dir, tmp_path / "run", rows="dense", steps=1)).summary["steps"] == 1
 
 
 @pytest.mark.guard  # seconds

@@ -6,6 +6,7 @@ appendix, Experimental Settings, for semi-supervised classification on ImageNet 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from trainer.evaluate.classifiers import Classifiers
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.protocol import split_held_out
 from trainer.evaluate.settings import FineTuneConfig, LinearConfig
+from trainer.evaluate.training import DivergedError
+from weightserver.common.logs import Remark, say
 
 _HELD_OUT_SHARE = 0.2
 _EPOCHS_OF_ONE_PERCENT, _EPOCHS = 10, 20
@@ -70,8 +73,20 @@ def fine_tune(evaluation: Evaluation, config: FineTuneConfig) -> Outcome:
     rate, chosen = config.learning_rates[0], dict[str, Any]()
     if len(config.learning_rates) > 1:
         held_out = balanced_share(dataset.train_labels, labelled, _HELD_OUT_SHARE, config.seed + 1, leave=1)
+        if not len(held_out):
+            raise ValueError(
+                "each class has one labelled image, so none is left to choose among --learning-rates: give one, or "
+                "more --labels"
+            )
         fitted = labelled[~torch.isin(labelled, held_out)]
-        of_rates = {rate: trained(fitted, rate, "choice").held_out(held_out)[0][0] for rate in config.learning_rates}
+        of_rates = dict[float, float]()
+        for each in config.learning_rates:
+            try:
+                of_rates[each] = trained(fitted, each, "choice").held_out(held_out)[0][0]
+            except DivergedError as error:
+                say(Remark(f"learning rate {each!r} is not chosen: {error}"), logging.WARNING)
+        if not of_rates:
+            raise ValueError("the loss diverges at each of --learning-rates: give lower ones")
         rate = max(of_rates, key=lambda each: of_rates[each])  # the first of equals
         chosen = {
             "learning_rate": rate,

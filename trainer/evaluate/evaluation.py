@@ -72,11 +72,15 @@ class Evaluation:
         return self.data_dir
 
     def prepare_state(self) -> bool:
-        """Makes the directory of the state; returns whether it existed, so that an interrupted evaluation continues."""
+        """Makes the directory of the state; returns whether it existed, so that an interrupted evaluation continues.
+        Raises ValueError on all ranks if one does not see it."""
         (resumed,) = self.ranks.max_over_ranks([float(self.ranks.is_first and self.state.exists())])
         if self.ranks.is_first:
             self.state.mkdir(parents=True, exist_ok=True)
         self.ranks.barrier()
+        (is_unseen,) = self.ranks.max_over_ranks([float(not self.state.exists())])
+        if is_unseen:
+            raise ValueError(f"not all ranks see {self.state}: give --output, a folder that they share")
         return bool(resumed)
 
     @contextmanager

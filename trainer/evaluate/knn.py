@@ -18,6 +18,7 @@ from trainer.evaluate.features import Advance, FeatureSet, Frozen
 from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.protocol import ProbeResult, num_correct, percent_correct, splits_held_out
 from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE, KnnConfig
+from weightserver.common.atomic_files import sync
 from weightserver.torch import Ranks
 
 BLOCK_ROWS = 4_096
@@ -90,9 +91,10 @@ def stored_features(
         if not (done := directory / f"{block}.done").exists():
             features = F.normalize(frozen.of_images(images, side, ids)).half()
             frozen.check()
-            mapped = np.memmap(directory / "features", np.float16, "r+", shape=shape)
-            mapped[ids] = features
-            mapped.flush()
+            with (directory / "features").open("r+b") as file:  # through a map, a full disk would kill the process
+                file.seek(2 * shape[1] * block * BLOCK_ROWS)
+                file.write(features.cpu().numpy().tobytes())
+            sync(directory / "features")
             done.touch()
         advance(len(ids) * ranks.world_size)
     ranks.barrier()

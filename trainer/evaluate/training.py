@@ -55,7 +55,8 @@ class Training:
         """Trains to the end, from the state that an interrupted training of this name saved, if there is one.
 
         Raises:
-            ValueError: the state is damaged, or the loss is not finite where it is saved.
+            ValueError: the state is damaged.
+            DivergedError: on all ranks, the loss is not finite where it is saved.
         """
         file = self._evaluation.state / f"{name}.safetensors"
         done = load_state(file, self._network, self._optimizer)
@@ -82,9 +83,13 @@ class Training:
     def _save(self, file: Path, num_done: int, loss: Tensor) -> None:
         (total,) = self._ranks.sum_over_ranks([loss.item()])
         if not math.isfinite(total):
-            raise ValueError(f"the loss is {total} after {num_done} steps: give a lower learning rate")
+            raise DivergedError(f"the loss is {total} after {num_done} steps: give a lower learning rate")
         if self._ranks.is_first:
             save_state(file, self._network, self._optimizer, num_done)
+
+
+class DivergedError(ValueError):
+    """The loss of a training is not finite."""
 
 
 def synchronise_batch_norm(network: nn.Module, ranks: Ranks) -> nn.Module:

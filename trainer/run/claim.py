@@ -77,10 +77,14 @@ def _claim(config: TrainConfig) -> None:
         )
     try:
         make_directory(config.run.output)
-        with path.open("x") as file:
-            file.write(config.to_json())
-        sync(path)
-        sync(config.run.output)
+        path.touch(exist_ok=False)
+        try:
+            path.write_text(config.to_json())
+            sync(path)
+            sync(config.run.output)
+        except OSError:
+            path.unlink()
+            raise
     except OSError as error:
         if isinstance(error, FileExistsError) and path.exists():
             raise ValueError(f"{config.run.output} holds another run: choose another --output, or delete it") from None

@@ -29,24 +29,23 @@ _log = logging.getLogger(__name__)
 
 
 def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Replaces `--resume auto` by True or False, on every rank by what rank 0 finds in the run's directory. What a
-    resumed run is, all ranks take from rank 0, which alone needs that directory.
+    """Replaces `--resume auto` by True or False, on every rank by what rank 0 finds in the run's directory. All ranks
+    take rank 0's settings: it alone needs that directory, and what is chosen for a machine differs.
 
     Only a directory that no run has claimed starts a new run; anything that prevents an existing run from being resumed
     is found and refused later. Dense rows cannot be resumed.
     """
     if config.run.resume != "auto":
-        return _as_on_first(config, ranks) if config.run.resume else config
+        return _as_on_first(config, ranks)
     found = ranks.is_first and config.rows.rows != "dense" and (config.run.output / CONFIG_FILE).exists()
     (resumes,) = ranks.max_over_ranks([float(found)])
     if config.run.resume_step is not None and not resumes:
         raise ValueError(f"{config.run.output} holds no run to resume: omit --resume-step, or give the run's --output")
-    config = config.with_settings(resume=bool(resumes))
-    return _as_on_first(config, ranks) if resumes else config
+    return _as_on_first(config.with_settings(resume=bool(resumes)), ranks)
 
 
 def _as_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Rank 0's settings: what the command line omits is the run's, which may be on its machine alone."""
+    """Rank 0's settings, but for those of this start."""
     settings = ranks.of_first(lambda: json.loads(config.to_json()))
     if ranks.is_first:
         return config

@@ -59,9 +59,13 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
         if (spec.dim, spec.seed) != (config.model.dim, config.sampling.seed):
             raise ValueError(f"the weight servers hold another table than {run}, {spec}: give the run's --servers")
         steps = saved_steps(run / "checkpoints")
-        if steps and not options.checkpoint:
+        if steps:
+            saved = saved_rows(run / "checkpoints", steps[-1])
+            if client.table_identity().hex() != saved.table:
+                raise ValueError(f"the weight servers hold another table than that of {run}: give the run's --servers")
             try:
-                saved_rows(run / "checkpoints", steps[-1]).check_held(client, may_be_released=True)
+                if not options.checkpoint:
+                    saved.check_held(client, may_be_released=True)
             except (ValueError, DataLossError) as error:
                 raise type(error)(f"{error}, or give --checkpoint") from None
         yield StoredRows(client, *_order(run, spec.num_rows, config))

@@ -98,6 +98,16 @@ def test_semi_supervised_chooses_a_learning_rate_on_labelled_images(tmp_path: Pa
     assert again == found, "no other label is used"
 
 
+def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path: Path) -> None:
+    found = fine_tune(made_evaluation(SeesRows(), tmp_path / "one"), replace(SEMI, learning_rates=(1e38, 0.3)))
+    assert found.chosen["learning_rate"] == 0.3
+    with pytest.raises(ValueError, match="the loss diverges at each of --learning-rates: give lower ones"):
+        fine_tune(made_evaluation(SeesRows(), tmp_path / "two"), replace(SEMI, learning_rates=(1e38, 1e37)))
+    few = replace(SEMI, labels=0.001, batch_size=4, learning_rates=(0.1, 0.3))
+    with pytest.raises(ValueError, match="each class has one labelled image, so none is left to choose"):
+        fine_tune(made_evaluation(SeesRows(), tmp_path / "three"), few)
+
+
 def test_labelled_images_are_balanced_and_chosen_by_seed() -> None:
     labels = torch.tensor([0] * 1300 + [1] * 732 + [2] * 20)
     found = balanced_share(labels, torch.arange(len(labels)), 0.01, seed=0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +44,25 @@ def test_stored_features_are_those_of_the_encoder(tmp_path: Path) -> None:
     again = stored(tmp_path, encoder)
     torch.testing.assert_close(again[64:128].float(), expected[64:128], rtol=2**-10, atol=2**-24)
     assert again.any(dim=1).sum() == 64
+
+
+def test_features_that_no_disk_takes_are_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written through a map, they would kill the process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    open_file = Path.open
+
+    def small_disk(path: Path, mode: str = "r", *arguments: Any) -> Any:
+        if mode == "r+b":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        return open_file(path, mode, *arguments)
+
+    monkeypatch.setattr(Path, "open", small_disk)
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            stored(tmp_path, SeesRows())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.rglob("*.done"))
 
 
 def test_features_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -139,6 +139,10 @@ def test_an_interrupted_training_ends_with_the_same_bits(name: str, tmp_path: Pa
 def of_all(directory: Path, ranks: Ranks | None = None) -> Outcome:
     """Results of all protocols whose result is that of one rank."""
     found = dict[str, float]()
+    if ranks is not None:
+        own = made_evaluation(SeesRows(), directory / f"of rank {ranks.rank}", ranks=ranks)
+        with pytest.raises(ValueError, match=r"not all ranks see .*: give --output, a folder that they share"):
+            replace(own, state=own.state / str(ranks.rank)).prepare_state()
     for name, case in CASES.items():
         if name not in ("detect", "no-momentum"):
             results = case.run(case.evaluation(directory / name, ranks)).results
