@@ -4,6 +4,7 @@ between two runs on one machine with as many threads.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import trainer.run.checkpoint
+import trainer.run.checkpoint_file
 from tests.helpers.dying_run import POINTS
 from tests.helpers.ports import reserved_ports
 from tests.helpers.power_loss import PowerLoss
@@ -483,7 +485,8 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
 ) -> None:
     """First its disk is full, then a rank is lost after the shards took the checkpoint."""
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(_: Any, path: Path, **__: Any) -> None:
+        path.write_bytes(b"half")
         raise SafetensorError("no space")
 
     def lose_a_rank(_: Ranks, calls: list[None] = []) -> None:  # noqa: B006
@@ -497,12 +500,45 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
             patched.setattr(trainer.run.checkpoint, "save_file", fail)
             with pytest.raises(OSError, match=r"step-000000000000\..*partial cannot be written \(no space\)"):
                 train(run)
+        left = [path.name for path in tmp_path.glob("run/checkpoints/*.partial")]
+        assert left == ["step-000000000000.begun.partial"], "no half of a file keeps the disk full"
         with monkeypatch.context() as patched:
             patched.setattr(Ranks, "barrier", lose_a_rank)
             with pytest.raises(RuntimeError, match="closed by peer"):
                 train(run)
         train(run)
     assert_same(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.guard
+def test_rows_of_a_file_that_cannot_be_read_for_a_moment_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network's file system, when older checkpoints are released."""
+    forget_old = Checkpoints._forget_old
+
+    def unreadable(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def forget(self: Checkpoints, client: WeightClient) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.run.checkpoint_file, "safe_open", unreadable)
+            forget_old(self, client)
+
+    with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
+        run = small_run(tmp_path / "run", servers=",".join(cluster.addresses), keep_checkpoints=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(Checkpoints, "_forget_old", forget)
+            train(run)
+        files = saved_steps(tmp_path / "run/checkpoints")
+        assert len(files) > 1
+        assert [kept.name for kept in client.checkpoints()] == list(map(checkpoint_name, files))
+        train(
+            small_run(
+                tmp_path / "run", servers=run.servers.servers, keep_checkpoints=1, resume=True, steps=NUM_STEPS + 1
+            )
+        )
+        assert len(client.checkpoints()) == len(saved_steps(tmp_path / "run/checkpoints")) == 1
 
 
 @pytest.mark.guard

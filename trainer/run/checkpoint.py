@@ -23,6 +23,7 @@ from trainer.run.checkpoint_file import (
     begun_path,
     checkpoint_name,
     file_path,
+    saved_steps,
     set_aside,
     steps_on_both,
     tensors_to_save,
@@ -109,6 +110,7 @@ class Checkpoints:
         try:
             write_synced(partial, lambda new: save_file(tensors, new, metadata=metadata))
         except OSError as error:
+            partial.unlink(missing_ok=True)
             raise OSError(f"{partial} cannot be written ({error})") from None
         if not saved.is_among(kept := client.checkpoints()):
             partial.unlink(missing_ok=True)
@@ -123,7 +125,7 @@ class Checkpoints:
         ours = steps_on_both(self._directory, client.checkpoints())
         for step in ours[: -self._keep]:
             file_path(self._directory, step).unlink()
-        kept = {checkpoint_name(step) for step in ours[-self._keep :]}
-        for name in sorted(client.describe().checkpoint_names - kept):
+        with_file = set(map(checkpoint_name, saved_steps(self._directory)))  # also of one that cannot be read just now
+        for name in sorted(client.describe().checkpoint_names - with_file):
             if STEM.fullmatch(name):  # a run's, including those that a failure left on some of the shards
                 client.release(name)

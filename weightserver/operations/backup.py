@@ -103,6 +103,7 @@ def backup(
                     f"backup {name}, the base of this one, was removed while it was copied, as by --keep of another "
                     "command: repeat the command"
                 )
+            client.join_newest_session()  # another one if the trainer was started again
             client.copy_checkpoint(held, backup_name(chosen))
             text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"
             write(MANIFEST, text.encode())
@@ -180,13 +181,12 @@ def _remove_others(place: Place, made: Backup, keep: int) -> None:
 
 def _release_earlier(client: WeightClient, backed_up: Checkpoint, meanwhile: str) -> None:
     """Releases what the shards kept meanwhile, and for backups of earlier checkpoints, killed ones among them."""
-    client.join_newest_session()  # another than at the beginning if the trainer was started again
     kept = {one.name: one for shard in client.checkpoints_by_shard() for one in shard if is_for_backup(one)}
     for name, one in kept.items():
         is_earlier = one.step <= backed_up.step and not name.startswith(backup_name(backed_up))
         if is_earlier or name == meanwhile:
             with contextlib.suppress(NoTableError):  # another backup that ends now has released it
-                client.release(name)
+                client.release(name, join=True)
 
 
 def _copy_shards(

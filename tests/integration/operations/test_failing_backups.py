@@ -31,7 +31,7 @@ from weightserver.operations.backup_places import Folder
 from weightserver.operations.restore import restore
 
 
-def before_copying(patch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+def before_copying(patch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
     """The next backup does `action` once its checkpoint is kept, and then copies the shards."""
     copy_shards = backups._copy_shards
 
@@ -41,6 +41,17 @@ def before_copying(patch: pytest.MonkeyPatch, action: Callable[[], None]) -> Non
         return copy_shards(*arguments)
 
     patch.setattr(backups, "_copy_shards", after_it)
+
+
+def test_a_trainer_that_is_started_again_fails_no_backup(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens a session while the shards are copied."""
+    make_table(client)
+    with WeightClient(cluster.addresses) as trainer:
+        before_copying(monkeypatch, lambda: trainer.open_session("run"))
+        made = backups.backup(client, tmp_path / "made", checkpoint="one")
+    assert f"backup-{made.identity[:16]}" in {known.name for known in client.checkpoints()}
 
 
 @pytest.mark.guard
@@ -122,11 +133,10 @@ def test_backups_that_end_at_once_release_the_same(
     make_table(client)
     backup(client, tmp_path / "one", checkpoint="one")
 
-    def release_after_another(client: WeightClient, name: str) -> None:
+    def release_after_another(client: WeightClient, name: str, **options: bool) -> None:
         with WeightClient(cluster.addresses) as another:
-            another.join_newest_session()
-            release(another, name)
-        release(client, name)
+            release(another, name, join=True)
+        release(client, name, **options)
 
     release = WeightClient.release
     monkeypatch.setattr(WeightClient, "release", release_after_another)
