@@ -295,14 +295,17 @@ def test_references_are_bounded_by_images_and_by_pixels() -> None:
     assert trainer.results._most_compared(dataset) == {"untrained encoder": 100_000, "raw pixels": 16_276}
 
 
-def test_a_run_of_few_labels_has_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight labelled training images beside test images: none is a tenth of them."""
+@pytest.mark.parametrize("labels", [(0, 1), (5, 10**15)])
+def test_a_run_of_few_labels_has_its_results(
+    labels: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight labelled training images beside test images: none is a tenth of them. Labels are any numbers."""
     for split, number in (("train", 40), ("test", 10)):
         with tarfile.open(tmp_path / f"{split}-0000.tar", "w") as tar:
             for image in range(number):
                 members = {f"{image:03d}.jpg": encoded(piece(image))}
                 if split == "test" or image < 8:
-                    members[f"{image:03d}.cls"] = b"%d" % (image % 2)
+                    members[f"{image:03d}.cls"] = b"%d" % labels[image % 2]
                 for name, content in members.items():
                     info = tarfile.TarInfo(name)
                     info.size = len(content)
@@ -310,7 +313,7 @@ def test_a_run_of_few_labels_has_its_results(tmp_path: Path, capsys: pytest.Capt
     encoder = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1))
     data = {"dataset": "folder", "num_images": None, "data_dir": tmp_path, "encoder": encoder, "evaluate": True}
     windows = {"window_size": 24, "window_stride": 8, "num_negatives": 16, "steps": 3, "rows": "dense"}
-    result = train(small_run(tmp_path / "run", **data, **windows))
+    result = train(small_run(tmp_path / "run", **data, **windows, knn_every=1.0))
     finish(result)
     assert {"knn_top1", "linear_top1"} <= summary_of(tmp_path / "run").keys()
     assert "Top-1 on the test images" in capsys.readouterr().out

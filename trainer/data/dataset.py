@@ -82,12 +82,16 @@ class Dataset:
     @property
     def evaluated(self) -> "Dataset":
         """The images and labels that evaluation uses: all that have a label, also if only the first ones are trained
-        on."""
+        on. Labels of decoded images that are numbers without names, and so may be any, are replaced by 0, 1, …, in
+        their order."""
         whole = self.whole or self
         if not whole.labelled:
             return whole
         train = _with_labels(whole.train_images, whole.train_labels)
         test = _with_labels(whole.test_images, whole.test_labels)
+        if isinstance(whole.train_images, DecodedImages) and not whole.class_names:
+            _, numbers = torch.unique(torch.cat([train[1], test[1]]), return_inverse=True)
+            train, test = (train[0], numbers[: len(train[1])]), (test[0], numbers[len(train[1]) :])
         return replace(whole, train_images=train[0], train_labels=train[1], test_images=test[0], test_labels=test[1])
 
     def images(self, ids: Tensor) -> TrainImages:

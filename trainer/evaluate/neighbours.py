@@ -8,6 +8,8 @@ BANK_ROWS = 32_768
 """Bank features compared at a time: 256 MiB in float32 for features of 2,048 values."""
 QUERY_ROWS = 1_024
 """Queries compared at a time: with BANK_ROWS, 128 MiB of similarities."""
+_MOST_VOTES = 1 << 26
+"""Sums of votes at a time, one for each class and query: 256 MiB."""
 
 
 def nearest(
@@ -63,8 +65,8 @@ def predict(
         similarity: float32 [M, ≥ k] in falling order.
         labels: int64 [M, ≥ k], of the same neighbours.
     """
-    found = []
-    blocks = zip(torch.split(similarity[:, :k], QUERY_ROWS), torch.split(labels[:, :k], QUERY_ROWS), strict=True)
+    found, rows = [], max(1, min(QUERY_ROWS, _MOST_VOTES // num_classes))
+    blocks = zip(torch.split(similarity[:, :k], rows), torch.split(labels[:, :k], rows), strict=True)
     for cosine, of_neighbours in blocks:
         weight = ((cosine - cosine[:, :1]) / temperature).exp()
         votes, classes = (

@@ -129,6 +129,18 @@ def test_splits_are_chosen(tmp_path: Path) -> None:
         read_source(tmp_path / "set", SourceOptions(split="dev"))
 
 
+def test_labels_that_may_be_any_numbers_are_evaluated_as_0_1(tmp_path: Path) -> None:
+    """In both splits the same; without images that have none, and those of other classes."""
+    largest = 10**15
+    write_shard(tmp_path / "train-0000.tar", [str(largest), "5", "-1", "70"])
+    write_shard(tmp_path / "test-0000.tar", ["70", str(largest), "6"])
+    dataset = load_dataset("folder", tmp_path, image_size=8)
+    assert dataset.train_labels.tolist() == [largest, 5, -1, 70], "reports and classes of a run have the numbers"
+    evaluated = dataset.evaluated
+    assert (evaluated.train_labels.tolist(), evaluated.test_labels.tolist()) == ([2, 0, 1], [1, 2])
+    assert (len(evaluated.train_images), len(evaluated.test_images)) == (3, 2)
+
+
 def test_a_test_split_may_lack_a_class_and_keeps_the_numbers(tmp_path: Path) -> None:
     plain_tree(tmp_path / "train", 6)
     plain_tree(tmp_path / "test", 6)
@@ -769,7 +781,7 @@ def test_test_images_of_unknown_classes_are_omitted_with_a_line(
         (line,) = [record.getMessage() for record in caplog.records if "no training image" in record.getMessage()]
         assert "6 test images of classes that no training image has (first " in line
         assert line.endswith("test-000000.tar:0006.jpg)")
-        assert dataset.evaluated.test_labels.tolist() == dataset.train_labels.tolist()
+        assert dataset.evaluated.test_labels.tolist() == dataset.evaluated.train_labels.tolist()
         assert torch.equal(dataset.evaluated.test_images[:], dataset.train_images[:])
         facts, _ = survey(dataset, packed=kind == "packed")
         assert facts.num_tests == 6

@@ -49,6 +49,17 @@ def test_votes_by_hand() -> None:
         assert predict(similarity, labels, 3, k=k, temperature=temperature, top=2).tolist() == [classes]
 
 
+def test_votes_of_many_classes_are_counted_for_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    similarity = torch.rand(50, 9, generator=generator).sort(descending=True).values
+    labels = torch.randint(0, 300, (50, 9), generator=generator)
+    whole = predict(similarity, labels, 300, k=9, temperature=0.07)
+    monkeypatch.setattr("trainer.evaluate.neighbours._MOST_VOTES", 1_000)  # three queries
+    assert torch.equal(predict(similarity, labels, 300, k=9, temperature=0.07), whole)
+    monkeypatch.setattr("trainer.evaluate.neighbours._MOST_VOTES", 1)
+    assert torch.equal(predict(similarity, labels, 300, k=9, temperature=0.07), whole)
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_similarities(tmp_path: Path) -> None:
     """200,000 features in a file against 4,000 queries: 3.2 GB of similarities, in less than 1 GB beside the file."""

@@ -177,7 +177,7 @@ def test_images_of_one_class_but_for_those_held_out_are_refused(folds: int | Non
     features = clusters(200, 50, noise=0.1)
     labels = torch.full((200,), 3)
     labels[split_held_out(200)[1][0]] = 5
-    with pytest.raises(ValueError, match="all training images but those held out are of class 3: add images"):
+    with pytest.raises(ValueError, match="all training images but those held out are of one class: add images"):
         linear_top1(dataclasses.replace(features, train_labels=labels), folds)
 
 
