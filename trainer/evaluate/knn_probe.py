@@ -15,6 +15,8 @@ from weightserver.torch import Ranks
 
 NUM_IMAGES = 10_000
 """Training images in the sample; all of them if there are fewer."""
+_IMAGES_OF_A_CLASS = 10
+"""Fewest images of each class in the sample, of those that have as many."""
 _BATCH_SIZE = 128
 """Images that a rank decodes and encodes at once."""
 
@@ -68,9 +70,14 @@ class KnnProbe:
 def balanced_sample(labels: Tensor, num_images: int, seed: int) -> Tensor:
     """Ids int64 of `num_images` images, of each class as many as of any other, or all that it has; chosen by `seed`.
 
-    Labels are int64 [N]. If the classes do not divide the number, some have one more. All images if there are fewer.
+    Labels are int64 [N]. If the classes do not divide the number, some have one more. All images if there are fewer. At
+    most a tenth of `num_images` classes are taken: an image needs others of its own among its neighbours.
     """
     generator = torch.Generator().manual_seed(seed)
+    if len(labels) > num_images and len(classes := torch.unique(labels)) > (most := num_images // _IMAGES_OF_A_CLASS):
+        drawn = classes[torch.randperm(len(classes), generator=generator)[:most]]
+        ids = torch.isin(labels, drawn).nonzero()[:, 0]
+        return ids[balanced_sample(labels[ids], num_images, seed)]
     shuffled = torch.randperm(len(labels), generator=generator)
     by_class = shuffled[labels[shuffled].argsort(stable=True)]  # random within each class
     sizes = labels.bincount()

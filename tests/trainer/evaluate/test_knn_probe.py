@@ -53,9 +53,21 @@ def test_each_class_has_as_many_images_as_any_other() -> None:
     assert sorted(labels[balanced_sample(labels, 94, seed=1)].bincount().tolist()) == [3, 30, 30, 31]
 
 
+def test_of_many_classes_some_are_taken_with_ten_images_each() -> None:
+    """With an image of each, none would have a neighbour of its class."""
+    labels = torch.arange(300).repeat(20)
+    chosen = balanced_sample(labels, 100, seed=1)
+    assert labels[chosen].unique(return_counts=True)[1].tolist() == [10] * 10
+    assert len(chosen.unique()) == 100
+    assert leave_one_out_knn_top1(torch.eye(300)[labels[chosen]], labels[chosen]) == 100
+    others = [labels[balanced_sample(labels, 100, seed=seed)].unique().tolist() for seed in (1, 2)]
+    assert others[0] == labels[chosen].unique().tolist() != others[1]
+
+
 def test_a_small_set_is_taken_whole() -> None:
     labels = torch.tensor([4, 4, 0, 2, 2, 2])  # classes without images too
     assert balanced_sample(labels, 10_000, seed=0).sort().values.tolist() == list(range(6))
+    assert len(balanced_sample(torch.arange(90), 100, seed=0)) == 90, "of however many classes"
 
 
 def test_images_are_decoded_in_batches(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
