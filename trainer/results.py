@@ -270,21 +270,20 @@ def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
     config, pixels = result.config, result.config.model.encoder.pixels
     if not config.report.evaluate:
         return {}
-    dataset = _tested(result.dataset)
-    most = _most_compared(dataset)
-    evaluations: dict[str, Callable[[], dict[str, ProbeResult]]] = {
-        _TRAINED: lambda: _evaluated(_TRAINED, lambda: encoder_features(result.model.encoder, dataset, pixels)),
-        _UNTRAINED: lambda: _evaluated(
-            _UNTRAINED, lambda: encoder_features(_untrained(result), _part(dataset, most[_UNTRAINED]), pixels)
+    most = _most_compared(result.dataset.evaluated)
+    features: dict[str, Callable[[], FeatureSet]] = {
+        _TRAINED: lambda: encoder_features(result.model.encoder, _tested(result.dataset), pixels),
+        _UNTRAINED: lambda: encoder_features(
+            _untrained(result), _part(_tested(result.dataset), most[_UNTRAINED]), pixels
         ),
-        _PIXELS: lambda: _evaluated(_PIXELS, lambda: pixel_features(_part(dataset, most[_PIXELS]))),
+        _PIXELS: lambda: pixel_features(_part(_tested(result.dataset), most[_PIXELS])),
     }
     known = _read_comparison(config.run.output) | ({_TRAINED: result.results} if result.results else {})
     known |= {name: _read_comparison(run).get(_TRAINED, {}) for name, run in others.items()}
     compared: Results = {}
     for name in (_TRAINED, *others, _UNTRAINED, _PIXELS):
         try:
-            compared[name] = known[name] if name in known else evaluations[name]()
+            compared[name] = known[name] if name in known else _evaluated(name, features[name])
         except KeyboardInterrupt:
             if name == _TRAINED:
                 raise
@@ -303,9 +302,13 @@ def _most_compared(dataset: Dataset) -> dict[str, int]:
 
 def _tested(dataset: Dataset) -> Dataset:
     """The images that the end of a run evaluates, some of the training images standing for missing test images: an
-    encoder that learned without labels has seen them, but not their classes."""
+    encoder that learned without labels has seen them, but not their classes. A broken test image is an error.
+
+    Raises:
+        ValueError: as `Dataset.strict`.
+    """
     evaluated = dataset.evaluated
-    return evaluated if len(evaluated.test_images) or not evaluated.labelled else with_held_out(evaluated)
+    return evaluated.strict() if len(evaluated.test_images) or not evaluated.labelled else with_held_out(evaluated)
 
 
 def _part(dataset: Dataset, most: int) -> Dataset:

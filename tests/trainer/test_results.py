@@ -319,6 +319,29 @@ def test_a_run_of_few_labels_has_its_results(
     assert "Top-1 on the test images" in capsys.readouterr().out
 
 
+@pytest.mark.guard  # a run, and its resumption
+def test_a_broken_test_image_leaves_out_the_results_until_it_is_repaired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No other image is counted in its place, as in evaluations."""
+    plain_tree(tmp_path / "images/train", 24)
+    plain_tree(tmp_path / "images/test", 6)
+    (broken := tmp_path / "images/test/b/broken.jpg").write_bytes(b"<html>")
+    encoder = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1))
+    data = {"dataset": "folder", "num_images": None, "data_dir": tmp_path / "images", "encoder": encoder}
+    windows = {"window_size": 24, "window_stride": 8, "num_negatives": 16, "steps": 3}
+    config = small_run(tmp_path / "run", **data, **windows, evaluate=True)
+    finish(train(config))
+    said = capsys.readouterr().err
+    for name in ("trained encoder", "untrained encoder", "raw pixels"):
+        assert f"no results of the {name}: broken image: {broken} (not an image of a known format): " in said
+    assert "knn_top1" not in summary_of(tmp_path / "run")
+    broken.write_bytes(encoded(piece(30)))
+    finish(train(config.with_settings(resume=True)))
+    assert {"knn_top1", "linear_top1"} <= summary_of(tmp_path / "run").keys()
+    assert all(json.loads((tmp_path / "run/comparison.json").read_text()).values())
+
+
 @pytest.mark.parametrize("max_broken", [None, 150])
 def test_a_run_of_too_many_broken_images_is_refused_before_its_first_step(
     max_broken: int | None, tmp_path: Path

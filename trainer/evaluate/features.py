@@ -144,10 +144,10 @@ def encoder_features(encoder: nn.Module, dataset: Dataset, pixels: PixelScale = 
     """
     dataset.check_labelled()
     return FeatureSet(
+        test=encode(encoder, dataset.test_images, dataset.evaluated_side, pixels),  # first, as a broken one ends it
+        test_labels=dataset.test_labels,
         train=encode(encoder, dataset.train_images, dataset.evaluated_side, pixels),
         train_labels=dataset.train_labels,
-        test=encode(encoder, dataset.test_images, dataset.evaluated_side, pixels),
-        test_labels=dataset.test_labels,
     )
 
 
