@@ -210,17 +210,18 @@ def _epochs(images: ImagesSurvey, machine: Machine, rate: float, batch: int, giv
 def _classes_and_window(
     images: ImagesSurvey, machine: Machine, visits: float, batch: int, given: Mapping[str, Any]
 ) -> Iterator[tuple[str, Choice]]:
-    number = images.number
-    if given.get("labels") == "classes":
-        yield "num_negatives", Choice(max(1, images.num_classes), "all classes")
+    number, classes = images.number, images.num_shared or images.number
+    size = _window_size(number, _LARGEST_WINDOW[machine.kind])
+    window = given.get("window_size", max(size, given.get("window_stride", 0)))
+    if images.num_shared and classes * window < batch * number:  # a window has fewer classes than a batch has images
+        yield "num_negatives", Choice(classes, "all classes")
         yield "window_size", Choice(number, "all images, so that every batch has all classes")
         yield "window_stride", Choice(given.get("window_size", number), "the whole window")
         return
-    size = _window_size(number, _LARGEST_WINDOW[machine.kind])
-    window = given.get("window_size", max(size, given.get("window_stride", 0)))
     most = _BATCHES_OF_CLASSES * batch if window <= _SMALL_WINDOW else window // 2
-    negatives = min(number, max(batch, min(window, most)))
-    every = "all images" if negatives == number else f"the most recent of {number:,} images"
+    negatives = min(classes, max(batch, min(window, most)))
+    what = "classes" if images.num_shared else "images"
+    every = f"all {what}" if negatives == classes else f"the most recent of {classes:,} {what}"
     yield "num_negatives", Choice(negatives, every)
     if window == number:
         yield "window_size", Choice(window, "all images at random: they are few")

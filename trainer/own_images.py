@@ -134,7 +134,8 @@ def _found(
         with shown(), stage("listing images"):
             # only headers are read
             dataset = load_dataset(kind, config.data.data_dir, image_size=32, options=config.data)
-            return dataset, *survey(dataset, packed=kind == "packed")
+            num_shared = classes_of(config.sampling, dataset).number if config.sampling.labels else 0
+            return dataset, *survey(dataset, packed=kind == "packed", num_shared=num_shared)
     except (ValueError, OSError) as error:
         problems.append(str(error))
         return None

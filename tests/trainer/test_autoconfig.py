@@ -91,14 +91,24 @@ GIVEN: list[dict[str, Any]] = [
 @pytest.mark.parametrize("number", [2_000, 3_648, 10**6])
 def test_given_settings_win_and_the_others_fit_them(given: dict[str, Any], number: int) -> None:
     for machine in (TWO_CORES, GPU):
-        images = survey(number)
+        images = survey(number, num_shared=11 if "labels" in given else 0)
         config = chosen(images, machine, **given)
-        rows = images.num_classes if "labels" in given else number
         config.check()
         config.sampling.visit_schedule(number)
-        config.negative_sampler(rows).check(config.optimization.batch_size)
+        config.negative_sampler(images.num_shared or number).check(config.optimization.batch_size)
         found = config.settings()
         assert {name: found[name] for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "negatives", "window"), [(2, 2, 10**6), (1_000, 1_000, 10**6), (10**5, 32_768, 65_536)]
+)
+def test_shared_classes_are_all_in_a_step_unless_a_window_has_enough_of_them(
+    num_shared: int, negatives: int, window: int
+) -> None:
+    config = chosen(survey(10**6, num_shared=num_shared), GPU, labels="labels.npy")
+    assert (config.rows.num_negatives, config.sampling.window_size) == (negatives, window)
+    config.negative_sampler(num_shared).check(config.optimization.batch_size)
 
 
 def test_more_images_and_better_machines_take_larger_encoders() -> None:

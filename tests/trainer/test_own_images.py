@@ -179,6 +179,24 @@ def test_images_of_one_class_have_no_labels(
     assert load_dataset("folder", tmp_path / "all").labelled, "two classes"
 
 
+@pytest.mark.parametrize(("labels", "number"), [("classes", 3), ("labels.npy", 2)])
+def test_the_choices_fit_the_classes_that_are_trained_on(
+    labels: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of these images can be held out: all their labels are trained on."""
+    monkeypatch.chdir(tmp_path)
+    plain_tree(tmp_path / "pictures", 120)
+    np.save("labels.npy", np.arange(120) % 2)
+    command = ["--data-dir", "pictures", "--device", "cpu"]
+    assert images_config(command).report.evaluate
+    config = images_config([*command, "--labels", labels])
+    assert (config.rows.num_negatives, config.report.evaluate) == (number, False)
+    with pytest.raises(ValueError, match=r"^this data set has no test images: train with --no-evaluate"):
+        images_config([*command, "--labels", labels, "--evaluate"])
+    with pytest.raises(ValueError, match="^--labels nosuch.npy: "):
+        images_config([*command, "--labels", "nosuch.npy"])
+
+
 def test_a_pack_is_advised_for_images_that_do_not_stay_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,8 +98,11 @@ class ImagesSurvey:
     """Number of classes with labels; 0 without labels."""
     num_tests: int = 0
     """Number of labelled test images."""
+    num_shared: int = 0
+    """Number of classes that --labels gives the images to train on; 0 if each is its own."""
     can_hold_out: bool = False
-    """Whether there are no test images, and training images can stand for them (`Dataset.can_hold_out`)."""
+    """Whether there are no test images, and training images can stand for them (`Dataset.can_hold_out`): none that
+    are trained on with labels."""
     packed: bool = False
     """Whether the images are packed."""
 
@@ -129,8 +132,9 @@ def checked_sample(images: DecodedImages) -> Sample:
     return found
 
 
-def survey(dataset: Dataset, *, packed: bool) -> tuple[ImagesSurvey, Sample]:
-    """Surveys the training images of a data set of decoded images, of which a sample is read.
+def survey(dataset: Dataset, *, packed: bool, num_shared: int = 0) -> tuple[ImagesSurvey, Sample]:
+    """Surveys the training images of a data set of decoded images, of which a sample is read; `num_shared` as in the
+    result.
 
     Raises:
         ValueError: a single image, or as `checked_sample`.
@@ -149,7 +153,8 @@ def survey(dataset: Dataset, *, packed: bool) -> tuple[ImagesSurvey, Sample]:
         image_bytes=round(statistics.mean(one.num_bytes for one in found.intact)),
         num_classes=len(torch.unique(labels[labels >= 0])) if dataset.labelled else 0,
         num_tests=int((dataset.test_labels != NO_LABEL).sum()),
-        can_hold_out=dataset.can_hold_out,
+        num_shared=num_shared,
+        can_hold_out=dataset.can_hold_out and not num_shared,
         packed=packed,
     )
     return facts, found
