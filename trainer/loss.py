@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +30,15 @@ class LossConfig(Settings):
 
             with named_by_flags():
                 margin_of(self.margin, self.margin_size)
+
+    def chance(self, num_negatives: int) -> float:
+        """The loss of guessing among K rows, in nats, when all cosines are 0: log K, and more with a margin."""
+        import torch
+
+        from weightserver.torch import margin_of
+
+        own = margin_of(self.margin, self.margin_size).of(torch.zeros(1, 1)).item() / self.temperature
+        return math.log(num_negatives - 1 + math.exp(own)) - own
 
     def unused_settings(self) -> dict[str, str]:
         needed = {} if self.margin != "none" else {"margin_size": "--margin cosface, arcface or adaface"}

@@ -48,7 +48,7 @@ from weightserver.common.logs import Remark, say
 _log = logging.getLogger(__name__)
 
 _AT_CHANCE = 0.02
-"""A loss that is less than this below log K, in nats, is that of guessing."""
+"""A loss that is less than this below chance, in nats, is that of guessing."""
 _TRAINED, _UNTRAINED, _PIXELS = "trained encoder", "untrained encoder", "raw pixels"
 _MOST_PIXELS = 50_000_000
 """Numbers in the training images of which raw pixels are compared: a probe of more takes minutes."""
@@ -120,7 +120,7 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
         with stage("drawing the training"):
             plot = draw_training(
                 output / METRICS_FILE,
-                chance_loss=math.log(config.rows.num_negatives),
+                chance_loss=config.loss.chance(config.rows.num_negatives),
                 references={
                     name: row["knn"].top1 for name, row in compared.items() if "knn" in row and name not in others
                 },
@@ -176,7 +176,7 @@ def warnings_of(result: TrainResult) -> list[Remark]:
     """Reasons for which the results of a run may disappoint."""
     config, num_images = result.config, len(result.dataset.train_images)
     warnings = coverage_warnings(config, num_images)
-    (last, before), chance = _final_losses(config.run.output), math.log(config.rows.num_negatives)
+    (last, before), chance = _final_losses(config.run.output), config.loss.chance(config.rows.num_negatives)
     if last > chance - _AT_CHANCE:
         more = "--epochs" if config.optimization.steps is None else "--steps"
         advice = f"Try more {more}, a smaller --num-negatives or another --learning-rate"

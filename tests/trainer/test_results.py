@@ -9,11 +9,12 @@ import signal
 import tarfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import trainer.results
@@ -31,7 +32,7 @@ from trainer.data.decode import decode
 from trainer.evaluate.features import FeatureSet, encoder_features, pixel_features
 from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
-from trainer.model import EncoderConfig
+from trainer.model import EncoderConfig, build_model
 from trainer.results import TrainResult, finish, next_commands, warnings_of, write_results
 from trainer.run.checkpoint_file import FORMAT, file_path, read_metadata, saved_steps
 from trainer.run.directory import read_encoder
@@ -39,6 +40,7 @@ from trainer.run.totals import Totals, totals_at
 from trainer.schedule import learning_rates
 from trainer.stopping import Interrupted
 from weightserver import LocalCluster, WeightClient
+from weightserver.torch import margin_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -429,6 +431,23 @@ def test_a_run_that_ends_at_chance_says_so(labelled: Any) -> None:
             assert advice in text
     finally:
         (output / "metrics.jsonl").write_text(before)
+
+
+@pytest.mark.parametrize("margin", ["cosface", "arcface", "adaface"])
+def test_a_margin_is_no_reason_to_say_that_a_run_has_learnt_nothing(
+    margin: Literal["cosface", "arcface", "adaface"], tmp_path: Path
+) -> None:
+    """It adds to the loss, of which chance is that of cosines of 0."""
+    config = small_run(tmp_path, margin=margin, temperature=0.03)
+    cosines = torch.zeros(1, config.rows.num_negatives, dtype=torch.float64)
+    cosines[:, :1] = margin_of(margin, None).of(cosines[:, :1])
+    chance = F.cross_entropy(cosines / 0.03, torch.tensor([0])).item()
+    assert config.loss.chance(config.rows.num_negatives) == pytest.approx(chance)
+    result = TrainResult(config, load_dataset("synthetic", num_images=300, image_size=16), build_model(EncoderConfig()))
+    for loss, said in ((np.log(64) + 3, []), (chance, [f"the loss ended at {chance:.2f}, which is chance"])):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": loss}) + "\n")
+        notes = [note for note in warnings_of(result) if "chance" in note]
+        assert [note.partition(" (")[0] for note in notes] == said
 
 
 @pytest.mark.guard

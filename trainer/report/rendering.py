@@ -8,12 +8,12 @@ checkpoint. The page loads nothing from elsewhere; its content security policy f
 from __future__ import annotations
 
 import base64
-import math
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from trainer.loss import LossConfig
 from trainer.proportions import MEANINGS
 from trainer.report.inspection import Inspection, inspect_encoder
 from trainer.run.checkpoint_file import checkpoint_name, saved_steps
@@ -32,6 +32,7 @@ from trainer.run.plot import draw_training
 from trainer.run.result_names import in_words
 from trainer.run.resume import run_settings
 from trainer.run_dataset import dataset_of
+from trainer.settings import settings_of
 
 _TEMPLATES = Environment(
     loader=PackageLoader("trainer.report", "."),
@@ -83,7 +84,9 @@ def _curves(run: Path, config: dict[str, Any]) -> str:
     content = (
         plot.read_bytes()
         if plot.exists()
-        else draw_training(run / METRICS_FILE, chance_loss=math.log(config["num_negatives"]))
+        else draw_training(
+            run / METRICS_FILE, chance_loss=settings_of(LossConfig, config).chance(config["num_negatives"])
+        )
     )
     return "data:image/png;base64," + base64.b64encode(content).decode()
 

@@ -32,11 +32,10 @@ def draw_training(
 ) -> bytes:
     """Draws loss and kNN top-1 in percent by step, as a PNG.
 
-    `metrics` is a metrics.jsonl: records with "step" and "loss", some with "knn_top1". `chance_loss` (log K) and
-    `references` (name to top-1 on the test images, such as raw pixels) become horizontal lines. `others` are the
-    metrics.jsonl of further runs to draw beside this one, by name. Accuracy that no record has gets no panel. Every
-    line has dashes or marks of its own, so that colour is not needed to tell them apart; the legends stand above the
-    panels.
+    `metrics` is a metrics.jsonl: records with "step" and "loss", some with "knn_top1". `chance_loss` and `references`
+    (name to top-1 on the test images, such as raw pixels) become horizontal lines. `others` are the metrics.jsonl of
+    further runs to draw beside this one, by name. Accuracy that no record has gets no panel. Every line has dashes or
+    marks of its own, so that colour is not needed to tell them apart; the legends stand above the panels.
     """
     records = _records(metrics)
     runs = {name: _records(path) for name, path in (others or {}).items()}
@@ -72,7 +71,7 @@ def _draw_loss(
         steps, losses = _columns([(record["step"], record["loss"]) for record in found])
         axes.plot(steps, _smoothed(losses), color="tab:red", linestyle=(0, dashes), linewidth=2, label=name)
     if chance is not None:
-        axes.axhline(chance, color="tab:blue", linestyle=":", linewidth=1.2, label="loss by chance, log K")
+        axes.axhline(chance, color="tab:blue", linestyle=":", linewidth=1.2, label="loss by chance")
     axes.set_ylabel("loss (nats)")
     _legend_above(axes)
 

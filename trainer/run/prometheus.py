@@ -24,7 +24,7 @@ from weightserver.common.stages import StageClock
 from weightserver.torch import RowCounters
 
 _GAUGES = {
-    "loss": "Loss of the last logged step, in nats; chance is the logarithm of the number of active rows.",
+    "loss": "Loss of the last logged step, in nats; chance, without a margin, is the logarithm of active_rows.",
     "learning_rate": "Learning rate of the last logged step.",
     "active_rows": "Rows that are the classes of a step.",
     "instance_top1": "Percent of a batch's images whose own class has the highest logit of all active rows.",

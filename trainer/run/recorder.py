@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -124,7 +123,7 @@ class Recorder:
         """Shows a record, and the kNN accuracy of an earlier one."""
         accuracy = f"kNN {record['knn_top1']:.1f} %" if "knn_top1" in record else self._accuracy
         data, rows = (f"{record[name] / record['seconds']:.0%}" for name in ("data_seconds", "row_wait_seconds"))
-        chance, speed = math.log(self._config.rows.num_negatives), record["images_per_second"]
+        chance, speed = self._config.loss.chance(self._config.rows.num_negatives), record["images_per_second"]
         numbers = [f"loss {record['loss']:.2f} (chance {chance:.2f})", f"{speed:,.0f} images/s", accuracy]
         self._progress.numbers = ", ".join(filter(None, [*numbers, f"wait {data} data {rows} rows"]))
         self._accuracy = accuracy
