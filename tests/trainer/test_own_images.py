@@ -127,10 +127,10 @@ def test_too_many_broken_images_are_refused_before_the_run_or_allowed(
     with pytest.raises(ValueError, match=r"about 110 of 150 images are broken .*, and 100 may be: .*--max-broken 220"):
         images_config([*command, "--broken-list", "refused.txt"])
     assert len((tmp_path / "refused.txt").read_text().splitlines()) == 110
-    config = images_config([*command, "--max-broken", "110", "--broken-list", "broken.txt"])
+    config = images_config([*command, "--max-broken", "110", "--broken-list", "new/lists/broken.txt"])
     images = load_dataset("folder", tree, options=config.data).train_images
     assert len(images[:]) == 150
-    lines = (tmp_path / "broken.txt").read_text().splitlines()
+    lines = (tmp_path / "new/lists/broken.txt").read_text().splitlines()
     assert sorted(lines) == sorted(f"{tree}/a/{number}.jpg\tnot an image of a known format" for number in range(110))
 
 

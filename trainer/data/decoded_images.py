@@ -108,8 +108,9 @@ class BrokenImages:
 
     def list(self, lines: Iterable[Remark]) -> None:
         """Adds lines with the values `path` and `why` to --broken-list, if it is given, unless they are in it."""
-        if self._options.broken_list is not None:
-            with self._options.broken_list.open("a+", encoding="utf-8", errors="surrogateescape") as file:
+        if (path := self._options.broken_list) is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a+", encoding="utf-8", errors="surrogateescape") as file:
                 file.seek(0)
                 known = set(file)
                 found = dict.fromkeys(f"{line.values['path']}\t{line.values['why']}\n" for line in lines)
