@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from trainer.compute import ComputeConfig
-from trainer.data.config import DataConfig, ViewsConfig
+from trainer.data.config import FOLDER, DataConfig, ViewsConfig
 from trainer.encoder_config import ModelConfig
 from trainer.loss import LossConfig
 from trainer.optimization import OptimizationConfig
@@ -109,6 +109,10 @@ class TrainConfig:
         if sampling.labels is not None and run.extend:
             yield SettingError(
                 "--extend adds images, but --labels has no rows for new classes: omit --extend", "labels", "extend"
+            )
+        if self.data.dataset == FOLDER and self.data.data_dir and run.output.resolve() == self.data.data_dir.resolve():
+            yield SettingError(
+                f"--output {run.output} is the folder of the images: give another, which may lie in it", "output"
             )
         if not run.resume:  # a resumed run keeps its settings, even if they have no effect
             yield from (problem for _, part in self.parts() for problem in unused_in(part))

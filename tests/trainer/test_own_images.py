@@ -95,6 +95,8 @@ def test_a_run_gets_its_own_directory_and_an_existing_one_is_not_overwritten(pic
         (output / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="--output runs/pictures holds a run: give --resume to resume it, or another"):
         images_config([*command, "--output", "runs/pictures"])
+    with pytest.raises(ValueError, match=r"--output pictures/\.\. is the folder of the images: give another"):
+        images_config(["--data-dir", str(pictures.parent), "--device", "cpu", "--output", "pictures/.."])
 
 
 def test_broken_images_are_counted_and_a_single_image_is_refused(
@@ -193,7 +195,7 @@ def test_the_choices_fit_the_classes_that_are_trained_on(
     assert (config.rows.num_negatives, config.report.evaluate) == (number, False)
     with pytest.raises(ValueError, match=r"^this data set has no test images: train with --no-evaluate"):
         images_config([*command, "--labels", labels, "--evaluate"])
-    with pytest.raises(ValueError, match="^--labels nosuch.npy: "):
+    with pytest.raises(ValueError, match=r"^--labels nosuch\.npy: "):
         images_config([*command, "--labels", "nosuch.npy"])
 
 

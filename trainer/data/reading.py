@@ -24,7 +24,7 @@ from trainer.data.left_out import LeftOut, Reason, is_image, is_table, name_of_c
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.lists import add_list, add_tables
 from trainer.data.numbered_shards import add_shards
-from trainer.data.tree import Folder, Walk, add_archive, path_in
+from trainer.data.tree import Folder, Walk, add_archive, is_output, path_in
 from trainer.settings import flag
 from weightserver.common.object_store import is_remote, shown
 
@@ -202,6 +202,11 @@ def _found(
 def _found_in(
     source: Path, options: SourceOptions, left_out: LeftOut, notes: list[str]
 ) -> tuple[Folder, str, tuple[str, ...]]:
+    if is_output(source):
+        raise ValueError(
+            f"{source} is the directory of a run or a pack: give a folder of images, or --resume --output {source} to "
+            "resume a run"
+        )
     walk = Walk(source, left_out, options)
     top = walk.folder()
     if walk.tables and not top.count():

@@ -465,6 +465,8 @@ def test_hidden_files_runs_and_packs_are_no_source(tmp_path: Path) -> None:
     left_out = {Reason.HIDDEN: 2, Reason.LINKED: 1, Reason.OUTPUT: num_files}
     assert read_source(tmp_path).left_out.counts == left_out
     assert "1 link to what lies in the source (a/linked.png)" in left_out_of(tmp_path)
+    with pytest.raises(ValueError, match="run is the directory of a run or a pack: give a folder of images, or"):
+        read_source(tmp_path / "run")
 
 
 LIST_AND_WAIT = """
