@@ -17,7 +17,7 @@ from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL
 from weightserver.common.logs import Remark
 
-_SAMPLE = 256
+_SAMPLE, _LARGE_SAMPLE = 256, 4_096
 _DARK = {
     # masks, labels of few classes, values 0..1 that were rounded; no set of dark photographs is as dark
     SHALLOW: (31, 0.9, 255, "nearly black: name the images' folder if these are masks or labels, or store 0 to 255"),
@@ -119,6 +119,8 @@ def checked_sample(images: DecodedImages) -> Sample:
         ValueError: none of them can be read, or so few that a run or a pack would end.
     """
     found = sample(images)
+    if found.num_broken > found.max_broken:  # perhaps by chance: one percent are 2.56 of a sample
+        found = sample(images, _LARGE_SAMPLE)
     if not found.intact:
         raise ValueError(f"none of {found.decoded} sampled images can be read, first {found.broken[0]}: repair them")
     if found.num_broken > found.max_broken:

@@ -8,6 +8,7 @@ import shutil
 import tarfile
 import zipfile
 from collections import Counter
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ import numpy as np
 import pytest
 
 from tests.helpers.dying_pack import Killed, contents, die_at
-from tests.helpers.image_tree import BROKEN, odd_tree, plain_tree
+from tests.helpers.image_tree import BROKEN, encoded, odd_tree, piece, plain_tree
 from trainer.data.config import SourceOptions
+from trainer.data.decoded_images import DecodedImages
 from trainer.data.finished_tars import FinishedTars
-from trainer.data.listing import Listing
+from trainer.data.listing import Entry, Listing
 from trainer.data.manifest import LOCK, Manifest, index_path, shards_path
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.packed import PackedImages
 from trainer.data.reading import read_source
+from trainer.data.survey import checked_sample, sample
 from trainer.display import Counting
 from weightserver.common.atomic_files import locked
 from weightserver.torch import RangesOrder
@@ -237,6 +240,24 @@ def test_too_many_broken_images_end_the_pack(tree: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"none of 1 sampled images can be read, first .*nothing/a.jpg \(.*: repair"):
         pack(nothing, tmp_path / "other", options())
     assert not contents(tmp_path / "other"), "once they are repaired, they are packed"
+
+
+def test_few_broken_images_are_allowed_however_many_of_them_a_sample_has(tmp_path: Path) -> None:
+    """A percent of 20,000 images may be broken: 3 of the 256 that are read first are more by chance."""
+    number = 20_000
+    (tmp_path / "intact.png").write_bytes(encoded(piece(0, width=4, height=4), "PNG"))
+    (tmp_path / "broken.png").write_bytes(b"<html>")
+
+    def images(broken: Container[int]) -> DecodedImages:
+        names = ("broken.png" if image in broken else "intact.png" for image in range(number))
+        return DecodedImages(Listing(b"".join(Entry(-1, -1, -1, name, "").line() for name in names), tmp_path), 1)
+
+    first = np.linspace(0, number - 1, 256).astype(int).tolist()
+    few = images(first[10:13])
+    assert sample(few).num_broken > sample(few).max_broken == 200
+    checked_sample(few)
+    with pytest.raises(ValueError, match=r"about \d{3} of 20,000 images are broken \(.* of 4,096 that were read"):
+        checked_sample(images(range(0, number, 50)))
 
 
 def test_a_stretch_of_broken_images_is_not_searched_for_each_of_them(
