@@ -172,7 +172,9 @@ def test_images_of_one_class_have_no_labels(
     (tmp_path / "pictures").mkdir()
     one.rename(tmp_path / "pictures/a")
     config = images_config(["--data-dir", "pictures", "--device", "cpu"])
-    assert capsys.readouterr().err.startswith("pictures: 12 images, no labels, 48 px\n")
+    said = capsys.readouterr().err
+    assert said.startswith("pictures: 12 images, no labels, 48 px\n")
+    assert "12 images, all of one class, which is no label\n" in said
     assert (config.report.evaluate, config.report.knn_every) == (False, 0)
     dataset = load_dataset("folder", tmp_path / "pictures")
     assert not dataset.labelled

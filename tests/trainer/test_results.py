@@ -30,6 +30,7 @@ from trainer.data import Dataset, decoded_images, load_dataset
 from trainer.data.augment import AugmentationConfig
 from trainer.data.decode import decode
 from trainer.evaluate.features import FeatureSet, encoder_features, pixel_features
+from trainer.evaluate.protocol import with_held_out
 from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
@@ -503,8 +504,9 @@ def test_an_interrupted_ending_says_how_to_go_on(labelled: Any, monkeypatch: pyt
 
 @pytest.mark.guard
 def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
-    labelled: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    labelled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And a reference is of a part of the others, which a line says."""
     source = labelled.dataset
     dataset = replace(source, test_images=source.test_images[:0], test_labels=source.test_labels[:0])
     dataset.check_evaluated(trained_on_labels=False)
@@ -514,5 +516,13 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
         replace(dataset, untested="other classes").check_evaluated(trained_on_labels=False)
     shutil.copytree(labelled.config.run.output, output := tmp_path / "run")
     (output / "comparison.json").unlink(missing_ok=True)
-    finish(replace(labelled, config=labelled.config.with_settings(output=output), dataset=dataset, results={}))
-    assert "Top-1 on 16 training images, held out by class (%)" in " ".join(capsys.readouterr().out.split())
+    run = replace(labelled, config=labelled.config.with_settings(output=output), dataset=dataset, results={})
+    monkeypatch.setattr(trainer.results, "_MOST_UNTRAINED", 100)
+    finish(run)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Top-1 on 16 training images, held out by class (%)" in printed
+    assert "Untrained encoder: of 100 of the 160 training images, to save minutes." in printed
+    part, pixels = trainer.results._part(with_held_out(dataset), 100), run.config.model.encoder.pixels
+    found = evaluate_features(encoder_features(trainer.results._untrained(run), part, pixels))
+    compared = json.loads((output / "comparison.json").read_text())
+    assert compared["untrained encoder"] == {name: asdict(result) for name, result in found.items()}

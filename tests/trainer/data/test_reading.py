@@ -165,7 +165,9 @@ def test_labels_of_tests_are_names_where_those_of_training_are(texts: str, numbe
 def test_tars_are_shards_if_they_are_numbered_in_four_digits(name: str, classes: int, tmp_path: Path) -> None:
     for number in range(3):
         write_tar(tmp_path / f"{name % number}.tar", {"0.jpg": jpeg(number), "1.jpg": jpeg(number)})
-    assert len(read_source(tmp_path).train.classes) == classes
+    reading = read_source(tmp_path)
+    assert len(reading.train.classes) == classes
+    assert f" --tars {'shards' if classes else 'classes'} takes " in " ".join(reading.notes), "what decides otherwise"
 
 
 def test_shards_of_samples_are_no_classes(tmp_path: Path) -> None:
