@@ -138,9 +138,8 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
         print_table(compared, images="the test images" if len(evaluated.test_images) else held_out)
         if (whole := result.dataset.whole) is not None:
             num_images, num_labels = len(result.dataset.train_images), len(whole.train_images)
-            print(
-                f"Trained on {num_images:,} images without labels; both probes use all {num_labels:,} and their labels."
-            )
+            how = "without labels" if config.sampling.labels is None else "with labels"
+            print(f"Trained on {num_images:,} images {how}; both probes use all {num_labels:,} and their labels.")
         for name, most in _most_compared(evaluated).items():
             if name in compared and most < (every := len(evaluated.train_images)):
                 print(f"{name.capitalize()}: of {most:,} of the {every:,} training images, to save minutes.")

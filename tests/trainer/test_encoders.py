@@ -247,6 +247,15 @@ def test_the_files_have_a_hash_and_a_card(tmp_path: Path) -> None:
     assert str(tmp_path) not in card  # the card must not reveal the directory
     assert "| output |" not in card
     assert "warnings" not in card
+    assert "without using labels" in card
+    assert "self-supervised" in card
+    assert "encoder.width" not in card, "resnet18 has none"
+    settings = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(settings | {"labels": "classes"}))
+    assert export(run, "--format", "timm", "--output", tmp_path / "labelled") == 0
+    card = (tmp_path / "labelled/README.md").read_text()
+    assert "with their labels" in card
+    assert not re.search("without using|self-supervised|instance classification$|its own class", card, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["small", "resnet18"])

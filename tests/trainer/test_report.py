@@ -78,6 +78,10 @@ def test_a_run_on_real_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {html.unescape(name): html.unescape(value) for name, value in found.items()} == in_words(summary)
     assert found["accuracy of kNN, top-1"] == "87.75 %"
     assert text.count("<strong>Note:</strong>") == len(summary["warnings"]) > 0
+    assert "No label was used in training." in text
+    (run / "config.json").write_text(json.dumps(json.loads((run / "config.json").read_text()) | {"labels": "classes"}))
+    assert report(run, "--images", 500) == 0
+    assert "No label was used" not in (run / "report.html").read_text()
 
 
 def in_the_browser(page: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from trainer.model import (
     small_options,
     timm_options,
 )
-from trainer.run.checkpoint_file import newest_images
+from trainer.run.checkpoint_file import newest_images, saved_images
 from trainer.run.directory import read_encoder, read_settings, read_summary
 from trainer.settings import settings_of
 from trainer.small_resnet import SmallResNet
@@ -89,7 +89,8 @@ def export_encoder(
         output / f"{converted.name}-{library}-{digest[:8]}{'.onnx' if library == 'onnx' else '.safetensors'}"
     )
     checksum, card = weights.with_suffix(".sha256"), output / "README.md"
-    images = newest_images(run / "checkpoints")
+    saved = run / "checkpoints"
+    images = saved_images(saved, int(checkpoint.removeprefix("step-"))) if checkpoint else newest_images(saved)
     origin = Origin(
         settings=settings,
         summary=summary,

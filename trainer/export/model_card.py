@@ -14,6 +14,7 @@ from trainer.config import RESUMABLE
 from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import PixelScale
+from trainer.encoder_config import OF_SMALL
 from trainer.run.directory import flat, number
 from trainer.run.result_names import in_words
 from trainer.settings import settings_of
@@ -65,6 +66,11 @@ class Origin:
         return "images" if self.num_images is None else f"{self.num_images:,} images"
 
     @property
+    def had_labels(self) -> bool:
+        """Whether the run trained on labels."""
+        return self.settings.get("labels") is not None
+
+    @property
     def reading(self) -> str:
         """How the run read pixels of more than 8 bits and a fourth channel, if not as usual."""
         source, lines = settings_of(SourceOptions, self.settings), ""
@@ -81,6 +87,8 @@ def model_card(
 ) -> str:
     """Renders the card of the encoder in `file` with the SHA-256 `digest`, trained on images of `image_size` pixels."""
     settings = flat({name: value for name, value in origin.settings.items() if name not in RESUMABLE})
+    if settings.get("encoder.name") != "small":
+        settings = {name: value for name, value in settings.items() if name.removeprefix("encoder.") not in OF_SMALL}
     return _TEMPLATES.get_template("model_card.md.jinja").render(
         encoder=encoder,
         origin=origin,

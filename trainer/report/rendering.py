@@ -73,6 +73,7 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
         },
         settings={key: number(value) for key, value in flat(config).items() if value is not None},
         inspection=inspection,
+        had_labels=config.get("labels") is not None,
         source=source,
         reason=reason,
     )
