@@ -271,6 +271,8 @@ def model_of(config: TrainConfig, ranks: Ranks) -> PICModel:
     model.encoder_in_bfloat16 = config.compute.precision == "bfloat16"
     model.to(ranks.device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # makes convolutions faster
     if config.compute.compile:
-        # one program for each size of view, on a GPU launched as one graph
-        model.encoder.compile(dynamic=False, mode="reduce-overhead" if ranks.device.type == "cuda" else None)
+        # one program for each size of view, on a GPU launched as one graph, unless gradients are accumulated: its next
+        # launch overwrites those of the last
+        is_graph = ranks.device.type == "cuda" and config.optimization.accumulate * config.views.views == 1
+        model.encoder.compile(dynamic=False, mode="reduce-overhead" if is_graph else None)
     return model

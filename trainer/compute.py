@@ -23,7 +23,8 @@ class ComputeConfig(Settings):
     in a GPU's matrix products, including those of the head."""
     compile: bool = resumable(False)
     """Whether to compile encoder and augmentation with torch.compile, which takes half a minute or more and needs a C
-    compiler; on a GPU the encoder is then launched as a graph, which counts most for small images."""
+    compiler; on a GPU the encoder is then launched as a graph, which counts most for small images. With --accumulate or
+    --views it is not."""
     deterministic: bool = False
     """Whether to replace or refuse nondeterministic operations; on a CPU all operations are deterministic."""
     rank_timeout_seconds: float = resumable(600.0)

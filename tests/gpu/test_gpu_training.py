@@ -190,11 +190,11 @@ def test_deterministic_runs_are_equal_to_the_bit(num_gpus: int, gpus: Gpus, tmp_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_gpus", [1, 2])
-def test_a_compiled_encoder_trains_like_another(num_gpus: int, gpus: Gpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_gpus", "accumulate"), [(1, 1), (1, 2), (2, 1)])
+def test_a_compiled_encoder_trains_like_another(num_gpus: int, accumulate: int, gpus: Gpus, tmp_path: Path) -> None:
     """Not on pretended GPUs: torch.compile leaves alone what runs in a dispatch mode, as they do."""
     ranks = number_of(gpus, num_gpus)
-    settings = settings_of("generated", tmp_path, device="cuda")
+    settings = settings_of("generated", tmp_path, device="cuda", accumulate=accumulate)
     for compiled in (False, True):
         given = (tmp_path / str(compiled), settings | {"compile": compiled})
         logs = tmp_path / f"logs-{compiled}"

@@ -19,7 +19,7 @@ from trainer.classes import RunClasses
 from trainer.config import OF_ONE_START, TrainConfig
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
-from trainer.model import EncoderConfig, build_model
+from trainer.model import EncoderConfig, PICModel, build_model
 from trainer.presets import PRESETS
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.opening import head_of
@@ -70,6 +70,26 @@ def test_the_losses_stay_what_they_were(
 ) -> None:
     assert len(set(plain)) == len(plain), "something moves"
     assert run(tmp_path / "run", **changes) == pytest.approx(plain, rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "mode"),
+    [
+        ({}, "cuda:0", "reduce-overhead"),
+        ({"accumulate": 2}, "cuda:0", None),
+        ({"views": 2}, "cuda:0", None),
+        ({}, "cpu", None),
+    ],
+)
+def test_a_gpu_launches_a_compiled_encoder_as_a_graph_unless_gradients_are_accumulated(
+    changes: dict[str, Any], device: str, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next launch of a graph overwrites the gradients of the last."""
+    modes: list[str | None] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, *, mode, **_: modes.append(mode))
+    monkeypatch.setattr(PICModel, "to", lambda model, *_, **__: model)  # without a GPU
+    model_of(small_run(tmp_path, compile=True, **changes), Ranks(device=torch.device(device)))
+    assert modes == [mode]
 
 
 def test_rows_have_momentum_and_learning_rates_of_their_own(tmp_path: Path) -> None:
