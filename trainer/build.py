@@ -117,7 +117,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     rates = images.learning_rates(config.optimization)
     signals = stack.enter_context(stop_signals(recorder.note_signal))
     if ranks.is_first and start_step < num_steps:
-        _warn_of_few_classes(config, num_images, classes.number)
+        _warn_of_few_classes(config, classes)
         for warning in coverage_warnings(config, num_images):
             _log.warning("%(line)s", warning.fields())
         _warn_of_a_long_warmup(config, images, num_steps)
@@ -152,19 +152,18 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     )
 
 
-def _warn_of_few_classes(config: TrainConfig, num_images: int, num_classes: int) -> None:
+def _warn_of_few_classes(config: TrainConfig, classes: RunClasses) -> None:
     """Warns if batches would have few classes: the window slides over neighbouring ones."""
-    in_window = num_classes * config.sampling.window_size / num_images
-    if config.sampling.labels is not None and in_window < min(config.optimization.batch_size, num_classes):
+    if (order := classes.shared) is None:
+        return
+    num_images, size = order.num_images, config.sampling.window_size
+    starts = np.arange(0, num_images - size + 1, 1 + num_images // 100_000)  # of 100,000 windows at most
+    fewest = int((order.rows(starts + size - 1) - order.rows(starts)).min()) + 1
+    if fewest < min(config.optimization.batch_size, classes.number):
         _log.warning(
-            "the window of %(window)d images has about %(in_window)d of %(classes)d classes at a time, fewer than a "
-            "batch has images: --window-size %(images)d --window-stride %(images)d visits all at random",
-            {
-                "window": config.sampling.window_size,
-                "in_window": round(in_window),
-                "classes": num_classes,
-                "images": num_images,
-            },
+            "some windows of %(window)d images have only %(fewest)d of %(classes)d classes, fewer than a batch has "
+            "images: --window-size %(images)d --window-stride %(images)d visits all at random",
+            {"window": size, "fewest": fewest, "classes": classes.number, "images": num_images},
         )
 
 

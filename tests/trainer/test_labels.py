@@ -16,13 +16,14 @@ import torch
 from tests.helpers.small_run import NUM_IMAGES, PowerLoss, losses, power_loss_at, small_run
 from trainer.arguments import parse_config
 from trainer.build import _warn_of_few_classes
-from trainer.classes import classes_of
+from trainer.classes import RunClasses, classes_of
 from trainer.config import TrainConfig
 from trainer.data import DATASETS, Dataset
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.run.run_images import RunImages
+from weightserver.torch import ClassOrder, RangesOrder
 from weightserver.torch.windows import RowOrder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +44,7 @@ def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
     changes = {"labels": str(labels), "negatives": "both", "num_negatives": 40, "steps": 26}
     whole = small_run(tmp_path / "whole", **changes)
     train(whole)
-    assert "has about" not in caplog.text, "19 of 60 classes, more than the 16 images of a batch"
+    assert "some windows" not in caplog.text, "at least 20 of 60 classes, more than the 16 images of a batch"
 
     with pytest.raises(PowerLoss):
         train(small_run(tmp_path / "run", **changes), on_step=power_loss_at(20))
@@ -151,12 +152,20 @@ def test_bad_classes_are_refused(changes: dict[str, Any], message: str, labels: 
 
 
 def test_a_window_of_few_classes_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if one class alone fills a window."""
+
+    def classes(*sizes: int) -> RunClasses:
+        return RunClasses(ClassOrder(np.repeat(np.arange(len(sizes)), sizes), 0), RangesOrder([len(sizes)], 0))
+
     few = small_run(tmp_path / "run", labels="labels.npy")
-    _warn_of_few_classes(few, NUM_IMAGES, 30)  # 96 of 300 images
-    assert "the window of 96 images has about 10 of 30 classes at a time" in caplog.text
+    _warn_of_few_classes(few, classes(*[10] * 30))
+    assert "some windows of 96 images have only 10 of 30 classes, fewer than a batch has images" in caplog.text
     assert "--window-size 300 --window-stride 300 visits all at random" in caplog.text
+    _warn_of_few_classes(few, classes(100, *[1] * 200))
+    assert "some windows of 96 images have only 1 of 201 classes" in caplog.text
     caplog.clear()
-    _warn_of_few_classes(few, NUM_IMAGES, 60)
-    _warn_of_few_classes(few.with_settings(window_size=300), NUM_IMAGES, 5)
-    _warn_of_few_classes(few.with_settings(labels=None, window_size=10), NUM_IMAGES, NUM_IMAGES)
+    _warn_of_few_classes(few, classes(*[5] * 60))
+    _warn_of_few_classes(few.with_settings(window_size=300), classes(*[60] * 5))
+    each = RangesOrder([NUM_IMAGES], 0)
+    _warn_of_few_classes(few.with_settings(labels=None, window_size=10), RunClasses(each, each))
     assert not caplog.text
