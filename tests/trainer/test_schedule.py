@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,20 @@ def test_windows(size: tuple[int, st.DataObject], seed: int) -> None:
     start, length = data.draw(st.integers(-200, 200)), data.draw(st.integers(0, 200))
     pieces = [schedule.visits(visit, visit + 1) for visit in range(start, start + length)]
     assert schedule.visits(start, start + length).tolist() == [int(piece[0]) for piece in pieces]
+
+
+def test_large_windows_do_not_pile_up() -> None:
+    """In epoch order a window is as large as the data set."""
+    size = 200_000
+    schedule = VisitSchedule(num_rows=size, window_size=size, window_stride=size, seed=0)
+    tracemalloc.start()
+    try:
+        for window in range(5):
+            schedule.visits(window * size, window * size + 1)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 3 * 8 * size
 
 
 def test_visits_may_be_given_as_numpy_integers() -> None:

@@ -19,7 +19,6 @@ from weightserver.core.errors import ArgumentError
 from weightserver.core.splitmix import derive_seed, splitmix64
 
 _NUM_ROUNDS = 6
-_KEPT_WINDOWS = 8
 _LARGEST_GROUP, _GROUPS_OF_NODE = 1 << 10, 8
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 _ORDER, _WINDOWS, _RANGES = 1, 2, 4
@@ -125,6 +124,7 @@ class VisitSchedule:
         self.window_stride = window_stride
         self._seed = derive_seed(seed, _WINDOWS)
         self._windows: OrderedDict[int, Int64Array] = OrderedDict()
+        self._most_kept = 8 if window_size <= 1 << 17 else 2  # readers are less than a large window apart
         self._lock = threading.Lock()
 
     def visits(self, start: int, stop: int) -> Int64Array:
@@ -142,13 +142,13 @@ class VisitSchedule:
     def _window(self, window: int) -> Int64Array:
         """The rows of a window in the order of their visits, int64 [W]."""
         if (rows := self._windows.get(window)) is None:
+            if len(self._windows) == self._most_kept:
+                self._windows.popitem(last=False)
             first = np.uint64(window * self.window_size % 2**64)
             counter: npt.NDArray[np.uint64] = np.add(first, np.arange(self.window_size, dtype=np.uint64))
             shuffled = np.argsort(splitmix64(self._seed, counter), kind="stable")
             rows = (shuffled + window * self.window_stride % self.num_rows) % self.num_rows
             self._windows[window] = rows
-            if len(self._windows) > _KEPT_WINDOWS:
-                self._windows.popitem(last=False)
         return rows
 
 
