@@ -195,6 +195,21 @@ def test_leaving_rows_wait_for_room_in_the_queue(watched: WatchedClient, make_st
     assert store.counters.wait_seconds > before + 0.2
 
 
+def test_a_step_whose_rows_exceed_the_queue_waits_for_earlier_writes_only(
+    watched: WatchedClient, make_store: Any
+) -> None:
+    """As with sampled negatives, all of which leave at once."""
+    store = make_store(capacity=10, prefetch_steps=0, write_back_rows=1)
+    watched.may_write.clear()
+    step_with(store, 0, np.arange(10))
+    step_with(store, 1, np.arange(10, 20))  # which returns although no write may end
+    assert store.counters.write_back_pending_rows == 10
+    watched.may_write.set()
+    step_with(store, 2, np.arange(20, 30))
+    assert watched.written[0].tolist() == list(range(10))
+    assert store.counters.write_back_pending_rows == 10
+
+
 def test_rows_that_did_not_change_are_not_written(watched: WatchedClient, make_store: Any) -> None:
     store = make_store(capacity=4, prefetch_steps=0)
     step_with(store, 0, rows(1, 2, 3, 4))

@@ -44,7 +44,8 @@ class ResidentRows(RowStore):
         rates: those of the updates, as far as they are known.
         capacity: rows held here; at least those of any `prefetch_steps` + 1 consecutive steps.
         prefetch_steps: number of steps by which `prefetch` runs ahead; one fetch gathers the rows of half as many
-            steps. write_back_rows: rows written back at once; the queue holds up to four times as many.
+            steps. write_back_rows: rows written back at once; the queue holds up to four times as many, or what leaves
+            in one step.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class ResidentRows(RowStore):
         for start in range(0, len(slots), _ROWS_PER_PART):
             part = slots[start : start + _ROWS_PER_PART]
             rows = self._slots.row[part]
+            self._write_back.make_room(len(part))
             leaving = self._values.leaving(part, rows)
             self._write_back.add(rows, leaving)
             if keep and self._is_rounded:

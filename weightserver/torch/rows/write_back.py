@@ -54,7 +54,7 @@ class WriteBack:
     Until a write is durable, its rows can be taken from the queue.
 
     Args:
-        max_rows: `add` waits until the queue holds at most this many rows.
+        max_rows: for how many rows `make_room` makes room.
     """
 
     def __init__(
@@ -79,16 +79,19 @@ class WriteBack:
         """Number of rows in the queue."""
         return self._num_gathered + sum(len(rows) for parts, _ in self._writes for rows, _ in parts)
 
+    def make_room(self, num_rows: int) -> None:
+        """Waits until the queue has room for this many more rows, or until no write is in progress."""
+        with self._counters.waiting():
+            while self._writes and (self._writes[0][1].done() or len(self) + num_rows > self._max_rows):
+                self._forget_oldest()
+
     def add(self, rows: Int64Array, leaving: LeavingRows) -> None:
-        """Enqueues distinct rows, int64 [n], with their raw state."""
+        """Enqueues distinct rows, int64 [n], with their raw state, whether there is room or not."""
         self._gathered.append((rows, leaving))
         self._num_gathered += len(rows)
         self._newest.update((row, (leaving, index)) for index, row in enumerate(rows.tolist()))
         if self._num_gathered >= self._batch_rows:
             self._write()
-        with self._counters.waiting():
-            while self._writes and (self._writes[0][1].done() or len(self) > self._max_rows):
-                self._forget_oldest()
         self._counters.write_back_pending_rows = len(self)
 
     def take(self, rows: Int64Array) -> tuple[Int64Array, RowState | None]:
