@@ -90,7 +90,8 @@ def exit_on_error(command: str, *, status: int = 1, after_interrupt: str = "") -
             raise
         _end(
             f"{command}: the GPU's memory is too small for these settings: give a lower --batch-size, a higher "
-            f"--accumulate, fewer --num-negatives or --precision bfloat16 ({'. '.join(str(error).split('. ')[:2])})",
+            "--accumulate, fewer --num-negatives or --precision bfloat16; a resumed run keeps these: give it "
+            f"more GPUs, or ones with more memory ({'. '.join(str(error).split('. ')[:2])})",
             status,
         )
     except (ValueError, OSError, WeightServerError) as error:

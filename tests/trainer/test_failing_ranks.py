@@ -67,6 +67,6 @@ def test_a_gpu_without_memory_is_one_line_that_says_what_to_lower(tmp_path: Path
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert ran.returncode == 1
     (line,) = [line for line in ran.stderr.splitlines() if "memory" in line]
-    for option in ("--batch-size", "--accumulate", "--num-negatives", "--precision bfloat16"):
-        assert option in line
+    for part in ("--batch-size", "--accumulate", "--num-negatives", "--precision bfloat16", "resumed run keeps these"):
+        assert part in line
     assert "Traceback" not in ran.stderr
