@@ -13,7 +13,7 @@ from torch import Tensor
 def to_device(array: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     """The array on `device`: on a GPU copied through pinned memory, on a CPU the array itself.
 
-    Any thread may call it; GPU work that is submitted later runs after the copy.
+    Any thread may call it; GPU work that is submitted later, to the default stream, runs after the copy.
     """
     tensor = array if isinstance(array, Tensor) else torch.from_numpy(array)
     if device.type != "cuda" or tensor.device == device:
