@@ -111,6 +111,7 @@ def main(out: Path, servers: str, images: Path, ports: list[str], scenarios: lis
             "waits": [observed.waits_of_step(step) for step in range(observed.steps)],
             "shapes": [sorted(observed.shapes[step]) for step in range(observed.steps)],
             "memory_asked": sorted(observed.memory_asked),
+            "num_seeds": len(observed.seeds),
             "used": sorted(observed.used),
             "copies": dict(observed.copies),
         }

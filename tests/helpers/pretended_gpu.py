@@ -113,6 +113,8 @@ class Observed:
     """Step to (operation, shapes of its operands), of the products of matrices."""
     memory_asked: set[int] = field(default_factory=set)
     """GPUs whose memory was asked for."""
+    seeds: set[int] = field(default_factory=set)
+    """Of GPUs' generators."""
     used: set[int] = field(default_factory=set)
     """GPUs on which there were tensors."""
 
@@ -198,7 +200,7 @@ def _replacements(num_gpus: int) -> list[tuple[Any, str, Any]]:
         "get_device_name": lambda device=None: "pretended GPU",
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda *_, **__: True,
-        "manual_seed": lambda seed: None,
+        "manual_seed": lambda seed: observed.seeds.add(seed),
         "manual_seed_all": lambda seed: None,
         "synchronize": pretended.synchronize,
         "Event": pretended.Event,

@@ -70,6 +70,7 @@ def test_gpus_train_like_the_cpu(num_gpus: int, cluster: LocalCluster, tmp_path:
     assert_a_steady_step_never_waits_for_the_gpu(recorded)
     assert_shapes_are_the_same_in_each_step(recorded)
     assert_each_rank_uses_its_own_gpu_alone(recorded)
+    assert all(record["num_seeds"] == NUM_STEPS for records in recorded for record in records.values()), "one a step"
     if num_gpus == 1:
         assert_rows_leave_while_it_trains(recorded)
 
