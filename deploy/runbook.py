@@ -90,7 +90,7 @@ FORMS = {
         stop="docker compose stop shard-{}",
         shard="shard-{}",
         trainer="docker compose exec -T trainer ",
-        resume="docker compose --profile trainer up -d trainer",
+        resume="docker compose --profile trainer up -d --no-deps trainer",
         prometheus="docker compose exec -T prometheus ",
     ),
     "kubectl": Form(

@@ -79,6 +79,10 @@ def test_a_shard_of_the_compose_file(name: str) -> None:
 def test_the_trainer_of_the_compose_file() -> None:
     service = COMPOSE["services"]["trainer"]
     assert service["profiles"] == ["trainer"]
+    assert set(service["depends_on"]) == set(SHARDS), "they are stopped after it"
+    assert service["restart"] == "on-failure"
+    (seconds_of_checkpoint,) = re.findall(r"PET_SHUTDOWN_TIMEOUT:-(\d+)", (DEPLOY / "train.sh").read_text())
+    assert int(seconds_of_checkpoint) < seconds(service["stop_grace_period"])
     command = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in service["command"]]
     config = trainer.arguments.parse_config(command)
     config.check()

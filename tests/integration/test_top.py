@@ -73,7 +73,9 @@ def test_a_shard_that_missed_a_look_shows_rates_since_its_last_one() -> None:
 
     shown = Console(width=120)
     with shown.capture() as text:
-        shown.print(view(["a", "b"], [sample(0, 1000), sample(0, 0)], [sample(10, 1050), Sample(error="away")]))
-    down, _, traffic, *_ = text.get().splitlines()
+        before, now = [sample(0, 1000), sample(0, 0)], [sample(10, 1050), Sample(error="away")]
+        shown.print(view(["a", "b", "c"], [*before, Sample(error="away")], [*now, sample(10, 10**7)]))
+    down, _, traffic, late, *_ = text.get().splitlines()
     assert down == "b is down: away", "first, where no screen is too short for it"
     assert traffic.split()[:4] == ["0", "of", "1", "5.0"]
+    assert late.split()[3:] == ["-"] * 7 + ["0"], "one look says no rate"

@@ -103,7 +103,11 @@ def _table(*columns: str) -> Table:
 
 
 def _rates(old: Sample, new: Sample) -> Iterator[str]:
-    restarted = old.error or new.values["process_start_time_seconds"] != old.values["process_start_time_seconds"]
+    if old.error:  # nothing is known of the time before
+        yield from ["-"] * 7
+        yield f"{new.values['weightserver_running_calls']:.0f}"
+        return
+    restarted = new.values["process_start_time_seconds"] != old.values["process_start_time_seconds"]
     since = Sample(time=old.time) if restarted else old
     seconds = max(new.time - since.time, 1e-9)
 
