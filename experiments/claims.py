@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from experiments.cells import Cell, Claim, Table
+from experiments.cells import PIC, Cell, Claim, Table
 from experiments.paired import Effect, effects
 from experiments.results import Runs, seeds_of
 from trainer.config import TrainConfig
@@ -55,7 +55,8 @@ def _lines(table: Table, runs: Runs) -> Iterator[str]:
     for claim in table.claims:
         if claim.paper:
             here = [seen[claim.text].get(heading, "–") for heading in _HEADINGS]
-            columns = [table.source, claim.text, claim.paper, *here, unlike(cells[claim.better])]
+            both = dict.fromkeys(unlike(cells[name]) for name in claim.names if cells[name].method == PIC)
+            columns = [table.source, claim.text, claim.paper, *here, "; ".join(both)]
             yield f"| {' | '.join(columns)} |"
 
 

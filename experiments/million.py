@@ -192,11 +192,13 @@ def section(results: Path, picture: Path, link: str) -> Iterator[str]:
     )
     rows = {
         "kNN top-1, trained": f"{knn['run']:.2f} %",
-        "kNN top-1, untrained": f"{knn['untrained']:.2f} %",
+        "kNN top-1, untrained (its BatchNorm not calibrated)": f"{knn['untrained']:.2f} %",
         "passes over the images": f"{passes:.3g}",
         "visits to each image": visits,
         "rows fetched": f"{summary['fetched_rows']:,.0f}",
-        "steps that fetched rows had missed, mean": f"{summary['missed_steps'] / summary['corrected_rows']:,.0f}",
+        "rows corrected when they came back, most of them within the window": f"{summary['corrected_rows']:,.0f}",
+        "steps that these had missed, mean and most": f"{summary['missed_steps'] / summary['corrected_rows']:,.0f} and "
+        f"{summary['largest_gap']:,.0f}",
         "share of time waiting for rows": f"{100 * found['row_wait_share']:.2f} %",
         "memory of the trainer, median of first and second half": " and ".join(f"{half[0]:.2f}" for half in halves)
         + " GiB",

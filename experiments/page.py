@@ -63,7 +63,7 @@ Being orthogonal, each visit makes r² larger by (a/r)². Weight decay makes it 
 exp(−2 λ η/(1 − m)) in each step: momentum multiplies it as it does η. Rows therefore approach an equilibrium,
 r⁴ = a² (1 − m) B / (2 λ η N), at which each visit turns them by √(2 λ η N / ((1 − m) B)), whatever σ, τ and D are.
 The paper's rows begin near theirs, with 0.55 rad a visit at the highest η, and turn by 65 rad in 200 visits; dense SGD
-with gradients of that length gives the same to five percent. (Without the 1/(1 − m) of weight decay it would be 22.)
+with gradients of that length gives the same to five percent. (Without the 1/(1 − m) of weight decay it would be 21.5.)
 What a longer σ does is to delay that equilibrium: with σ = 0.1 our rows on Fashion-MNIST turn by 12 rad in all.
 
 If c multiplies the rows' η and σ², and 1/c their λ, nothing changes. So the numbers of rows are the first turn, λ·Ση
@@ -280,10 +280,14 @@ def _gains_on_both(runs: Runs) -> Iterator[str]:
     if any(effect is None for _, found in judged for effect in found):
         return
     gains = [
-        {claim.text for claim, effect in zip(table.claims, found, strict=True) if effect and effect.gains}
+        {
+            (claim.text, table.measures[claim.measure])
+            for claim, effect in zip(table.claims, found, strict=True)
+            if effect and effect.gains
+        }
         for table, found in judged
     ]
-    both = ", ".join(sorted(text.partition(":")[0] for text in set.intersection(*gains))) or "none"
+    both = ", ".join(sorted({text.partition(":")[0] for text, _ in set.intersection(*gains)})) or "none"
     said = (
         f"Gains that show on [Fashion-MNIST]({APPENDIX}#beyond-the-paper) as well: {both}. What shows on both becomes "
     )

@@ -68,7 +68,10 @@ def effects(table: Table, runs: Runs) -> list[Effect | None]:
     found: list[Effect | None] = []
     for claim in table.claims:
         measured = [values(runs, cells[name], claim.measure) for name in claim.names]
-        seeds = sorted(set.intersection(*map(set, measured)))
+        shared = set.intersection(*map(set, measured))
+        seeds = sorted(
+            seed for seed in shared if table.seeds == 1 or seed < table.seeds
+        )  # a plan's, and no further ones
         better, worse, *others = ([of[seed] for seed in seeds] for of in measured)
         if others:
             worse = [low + more - less for low, more, less in zip(worse, *others, strict=True)]

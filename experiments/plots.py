@@ -84,7 +84,7 @@ def draw_curves(found: Curves, path: Path) -> None:
             lower, upper = ([mean + sign * by for mean, by in zip(means, spreads, strict=True)] for sign in (-1, 1))
             (line,) = axis.plot(shares, means, label=name)
             axis.fill_between(shares, lower, upper, color=line.get_color(), alpha=0.2, linewidth=0)
-        axis.set(xlabel="share of a run's views", ylabel="kNN among the training images (%)", xlim=(0, 1))
+        axis.set(xlabel="share of a run's views", ylabel="kNN among 10,000 training images, k = 10 (%)", xlim=(0, 1))
         axis.legend(frameon=False, labelcolor="linecolor")
         _save(figure, path, found)
 

@@ -134,13 +134,11 @@ def _curve(metrics: Path) -> list[tuple[float, float]]:
 
 
 def _features(method: str, config: TrainConfig, images: Dataset) -> FeatureSet:
-    """Features of the images that the encoder was trained on: probes have no other labels, as in the paper. Of what was
-    not trained, of all labelled images."""
+    """Features of the images that encoders are trained on: probes have no other labels, as in the paper."""
     if method == PIXELS:
-        return pixel_features(images.evaluated)
+        return pixel_features(images)
     encoder, encoder_config = load_encoder(config.run.output / ENCODER_FILE)
-    evaluated = images.evaluated if method == UNTRAINED else images
-    return encoder_features(encoder.to(config.compute.torch_device()), evaluated, encoder_config.pixels)
+    return encoder_features(encoder.to(config.compute.torch_device()), images, encoder_config.pixels)
 
 
 def _evaluate(method: str, evaluation: Evaluation, config: TrainConfig) -> None:

@@ -76,8 +76,9 @@ class MoCoV2(Method):
     Shuffled BatchNorm on one device (He et al., 1911.05722, section 3.3): queries and keys are computed in parts of
     `batch_norm_size`, by default the 32 images of one of their GPUs or half of a smaller batch, and keys are shuffled
     before, so that BatchNorm does not give away which key belongs to a query. The queue holds at most half of the
-    images, so that it seldom holds an image of the batch. Default queue and momentum: those of the authors' demo on
-    CIFAR-10, whose runs are short, too; default τ: MoCo v2's for ImageNet, where the demo has 0.1.
+    images: in epoch order a query meets an older key of its own image in (q/N)²/2 of the cases, one in eight. Default
+    queue and momentum: those of the authors' demo on CIFAR-10, whose runs are short, too; default τ: MoCo v2's for
+    ImageNet, where the demo has 0.1.
     """
 
     num_views = 2

@@ -166,11 +166,16 @@ def test_updates_count_views(views: int, expected: int) -> None:
 def test_moco_normalises_queries_and_keys_in_parts(task: Task) -> None:
     views, images = batch(2)
     method = MoCoV2(model_of(), task)  # one part would make shuffling change nothing
-    seen: dict[Any, list[int]] = {method.model: [], method.key_model: []}
+    seen: dict[Any, list[Tensor]] = {method.model: [], method.key_model: []}
     for network in seen:
-        network.register_forward_pre_hook(lambda network, inputs: seen[network].append(len(inputs[0])))
+        network.register_forward_pre_hook(lambda network, inputs: seen[network].append(inputs[0].clone()))
+    torch.manual_seed(1)
     step(method, views, images)
-    assert list(seen.values()) == [[B // 2] * 2] * 2
+    assert [[len(part) for part in parts] for parts in seen.values()] == [[B // 2] * 2] * 2
+    queries, keys = (torch.cat(parts) for parts in seen.values())
+    assert torch.equal(queries, views[0])
+    assert not torch.equal(keys, views[1]), "keys are shuffled"
+    assert torch.equal(keys.flatten(1).sort(dim=0).values, views[1].flatten(1).sort(dim=0).values)
 
 
 def test_unlabelled_images_are_refused(tmp_path: Path) -> None:
@@ -207,6 +212,7 @@ def labelled(tmp_path: Path, **changes: Any) -> TrainConfig:
 
 @pytest.mark.guard
 def test_what_is_not_trained_is_evaluated_as_runs_are(tmp_path: Path) -> None:
+    """With the labels of the images that these are trained on."""
     config = labelled(tmp_path)
     dataset = load_dataset("folder", config.data.data_dir, image_size=16)
     mean, std = dataset.pixels
@@ -219,6 +225,11 @@ def test_what_is_not_trained_is_evaluated_as_runs_are(tmp_path: Path) -> None:
     for method, found in features.items():
         measures = run_cell._trained(Cell(name="", method=method), config)["measures"]
         assert measures == {f"{protocol}_top1": result.top1 for protocol, result in evaluate_features(found).items()}
+        few = replace(
+            dataset, whole=dataset, train_images=dataset.train_images[:9], train_labels=dataset.train_labels[:9]
+        )
+        if method == PIXELS:
+            assert len(run_cell._features(method, config, few).train) == 9
 
 
 @pytest.mark.guard

@@ -129,6 +129,10 @@ def test_claims_are_judged_once_all_seeds_have_run_and_corrected_together() -> N
     assert alike is not None
     assert not alike.shows
     assert late is None
+    further = {
+        CELLS[name].identity(3): {"measures": {"top1": value}} for name, value in (("ours", 90.0), ("worse", 0.0))
+    }
+    assert effects(PAIRED, measured | further) == [worse, alike, late], "seeds that the plan does not have"
     text = text_of([PAIRED], measured)
     assert f"**shows**, +1.0 ± 0.2, p = {by_itself:.2g}, corrected {3 * by_itself:.2g}" in text
     assert "- Not judged before all seeds have run: ours is better than late\n" in text
