@@ -25,7 +25,10 @@ hand_out() { # FOLDER FILE...: by content, as a copy that broke off is newer tha
     to=$1
     shift
     for file; do
-        cmp -s "$file" "$to/$file" || { cp -p "$file" "$to/.new" && mv -f "$to/.new" "$to/$file"; }
+        if ! cmp -s "$file" "$to/$file"; then
+            cp -p "$file" "$to/.new"
+            mv -f "$to/.new" "$to/$file"
+        fi
     done
 }
 hand_out ../shards ca.pem token server-key.pem server.pem

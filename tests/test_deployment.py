@@ -141,6 +141,14 @@ def test_certificates_are_made_renewed_and_handed_out(tmp_path: Path) -> None:
         broken_off.write_bytes(b"")
     assert runs() == first
     assert (own / "clients/token").read_bytes() == first["token"]
+    (own / "shards/server-key.pem").write_bytes(b"")
+    fails = tmp_path / "bin/cp"
+    fails.write_text('#!/bin/sh\ncase "$2" in server-key.pem) exit 1;; esac\nexec /bin/cp "$@"\n')
+    fails.chmod(0o700)
+    with pytest.raises(subprocess.CalledProcessError):  # as on a full volume, for compose to start it again
+        runs()
+    fails.unlink()
+    assert runs() == first
     renew_certificates(own / "authority", days=20)
     short = (own / "authority/server.pem").read_bytes()
     renewed = runs()

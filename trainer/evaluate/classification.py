@@ -84,7 +84,7 @@ def fine_tune(evaluation: Evaluation, config: FineTuneConfig) -> Outcome:
             try:
                 of_rates[each] = trained(fitted, each, "choice").held_out(held_out)[0][0]
             except DivergedError as error:
-                say(Remark(f"learning rate {each!r} is not chosen: {error}"), logging.WARNING)
+                say(Remark(f"learning rate {each!r} is not chosen: {error}", learning_rate=each), logging.WARNING)
         if not of_rates:
             raise ValueError("the loss diverges at each of --learning-rates: give lower ones")
         rate = max(of_rates, key=lambda each: of_rates[each])  # the first of equals

@@ -44,8 +44,8 @@ class ResidentRows(RowStore):
         rates: those of the updates, as far as they are known.
         capacity: rows held here; at least those of any `prefetch_steps` + 1 consecutive steps.
         prefetch_steps: number of steps by which `prefetch` runs ahead; one fetch gathers the rows of half as many
-            steps. write_back_rows: rows written back at once; the queue holds up to four times as many, or what leaves
-            in one step.
+            steps. write_back_rows: rows written back at once; the queue holds up to four times as many, or 65,536
+            of the rows that leave in one step.
     """
 
     def __init__(
