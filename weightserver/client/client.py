@@ -501,13 +501,15 @@ class WeightClient(Closing):
     # ---- closing
 
     def close(self) -> None:
-        """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat.
+        """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat. In a
+        forked process it does nothing.
 
         A signal's handler must not call it, as it may have interrupted a call that holds the client's locks: let the
         handler raise, or set a flag.
         """
-        self._leave()
-        self._shards.close()
+        if not self._shards.are_inherited:
+            self._leave()
+            self._shards.close()
 
     def _leave(self) -> None:
         """Ends the lease of the session that this client holds."""

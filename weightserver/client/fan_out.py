@@ -90,6 +90,11 @@ class Shards:
         """The shards' names in error messages."""
         return [connection.name for connection in self.connections()]
 
+    @property
+    def are_inherited(self) -> bool:
+        """Whether they were made in a process of which this one is a fork."""
+        return self._process != os.getpid()
+
     def require_usable(self) -> None:
         """Raises ValueError if they are closed, or were made in a process of which this one is a fork: neither the
         threads nor the locks of gRPC are usable here. Every call of a client passes here before it takes a lock."""
@@ -105,10 +110,7 @@ class Shards:
         return self._connections or self.connections()
 
     def close(self) -> None:
-        """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat. In a
-        forked process it does nothing."""
-        if self._process != os.getpid():
-            return
+        """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat."""
         with self._lock:
             self._closed = True
         self._disconnect(self._connections or [])

@@ -37,7 +37,6 @@ class HeldLease:
         self._holder_id = processes.process_id()[:8] + os.urandom(8)  # see `Holder`
         self._running = threading.Lock()  # not an Event, as `release` runs in the main thread: see threads.py
         self._running.acquire()
-        self._process = os.getpid()
         self._turn = threading.Lock()
         """Held while it is renewed, so that no renewal follows the end."""
         _held.add(self)
@@ -64,10 +63,7 @@ class HeldLease:
                 pass
 
     def release(self) -> None:
-        """Ends the lease, as far as the shard can be reached now; does nothing in a process that was forked. Safe to
-        repeat."""
-        if self._process != os.getpid():
-            return
+        """Ends the lease, as far as the shard can be reached now. Safe to repeat."""
         try:
             self._running.release()
         except RuntimeError:  # it has ended before
