@@ -68,10 +68,9 @@ def effects(table: Table, runs: Runs) -> list[Effect | None]:
     found: list[Effect | None] = []
     for claim in table.claims:
         measured = [values(runs, cells[name], claim.measure) for name in claim.names]
-        shared = set.intersection(*map(set, measured))
-        seeds = sorted(
-            seed for seed in shared if table.seeds == 1 or seed < table.seeds
-        )  # a plan's, and no further ones
+        seeds = sorted(set.intersection(*map(set, measured)))
+        if table.seeds > 1:
+            seeds = [seed for seed in seeds if seed < table.seeds]  # those of the plan, and no further ones
         better, worse, *others = ([of[seed] for seed in seeds] for of in measured)
         if others:
             worse = [low + more - less for low, more, less in zip(worse, *others, strict=True)]

@@ -84,10 +84,8 @@ def write_features(path: Path, batches: Iterable[Batch], digest: str = "") -> tu
             number, dim = number + len(batch.paths), batch.vectors.shape[1]
             yield batch
         if not number:
-            of_part = f" of {path.stem}" if digest else ""
-            raise ValueError(
-                f"none of the images{of_part} can be read: repair them{', or give fewer parts' * bool(digest)}"
-            )
+            of_part, remedy = (f" of {path.stem}", ", or give fewer parts") if digest else ("", "")
+            raise ValueError(f"none of the images{of_part} can be read: repair them{remedy}")
 
     atomic_write(path, lambda partial: _WRITERS[path.suffix](partial, counted(), digest))
     return number, dim

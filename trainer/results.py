@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -269,13 +270,11 @@ def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
     config, pixels = result.config, result.config.model.encoder.pixels
     if not config.report.evaluate:
         return {}
-    most = _most_compared(result.dataset.evaluated)
+    most, tested = _most_compared(result.dataset.evaluated), cache(partial(_tested, result.dataset))
     features: dict[str, Callable[[], FeatureSet]] = {
-        _TRAINED: lambda: encoder_features(result.model.encoder, _tested(result.dataset), pixels),
-        _UNTRAINED: lambda: encoder_features(
-            _untrained(result), _part(_tested(result.dataset), most[_UNTRAINED]), pixels
-        ),
-        _PIXELS: lambda: pixel_features(_part(_tested(result.dataset), most[_PIXELS])),
+        _TRAINED: lambda: encoder_features(result.model.encoder, tested(), pixels),
+        _UNTRAINED: lambda: encoder_features(_untrained(result), _part(tested(), most[_UNTRAINED]), pixels),
+        _PIXELS: lambda: pixel_features(_part(tested(), most[_PIXELS])),
     }
     known = _read_comparison(config.run.output) | ({_TRAINED: result.results} if result.results else {})
     known |= {name: _read_comparison(run).get(_TRAINED, {}) for name, run in others.items()}

@@ -87,8 +87,7 @@ def model_card(
 ) -> str:
     """Renders the card of the encoder in `file` with the SHA-256 `digest`, trained on images of `image_size` pixels."""
     settings = flat({name: value for name, value in origin.settings.items() if name not in RESUMABLE})
-    if settings.get("encoder.name") != "small":
-        settings = {name: value for name, value in settings.items() if name.removeprefix("encoder.") not in OF_SMALL}
+    unused = {f"encoder.{name}" for name in OF_SMALL if settings.get("encoder.name") != "small"}
     return _TEMPLATES.get_template("model_card.md.jinja").render(
         encoder=encoder,
         origin=origin,
@@ -99,7 +98,7 @@ def model_card(
         file=file,
         digest=digest,
         results=in_words(origin.summary),
-        settings={name: value for name, value in settings.items() if value is not None},
+        settings={name: value for name, value in settings.items() if value is not None and name not in unused},
     )
 
 
