@@ -210,17 +210,17 @@ def _epochs(images: ImagesSurvey, machine: Machine, rate: float, batch: int, giv
 def _classes_and_window(
     images: ImagesSurvey, machine: Machine, visits: float, batch: int, given: Mapping[str, Any]
 ) -> Iterator[tuple[str, Choice]]:
-    number, classes = images.number, images.num_shared or images.number
+    number, classes = images.number, images.shared.num_classes if images.shared else images.number
     size = _window_size(number, _LARGEST_WINDOW[machine.kind])
     window = given.get("window_size", max(size, given.get("window_stride", 0)))
-    if images.num_shared and classes * window < batch * number:  # a window has fewer classes than a batch has images
+    if images.shared and images.shared.fewest_classes(min(window, number)) < min(batch, classes):
         yield "num_negatives", Choice(classes, "all classes")
         yield "window_size", Choice(number, "all images, so that every batch has all classes")
         yield "window_stride", Choice(given.get("window_size", number), "the whole window")
         return
     most = _BATCHES_OF_CLASSES * batch if window <= _SMALL_WINDOW else window // 2
     negatives = min(classes, max(batch, min(window, most)))
-    what = "classes" if images.num_shared else "images"
+    what = "classes" if images.shared else "images"
     every = f"all {what}" if negatives == classes else f"the most recent of {classes:,} {what}"
     yield "num_negatives", Choice(negatives, every)
     if window == number:

@@ -156,14 +156,12 @@ def _warn_of_few_classes(config: TrainConfig, classes: RunClasses) -> None:
     """Warns if batches would have few classes: the window slides over neighbouring ones."""
     if (order := classes.shared) is None:
         return
-    num_images, size = order.num_images, config.sampling.window_size
-    starts = np.arange(0, num_images - size + 1, 1 + num_images // 100_000)  # of 100,000 windows at most
-    fewest = int((order.rows(starts + size - 1) - order.rows(starts)).min()) + 1
-    if fewest < min(config.optimization.batch_size, classes.number):
+    size = config.sampling.window_size
+    if (fewest := order.fewest_classes(size)) < min(config.optimization.batch_size, classes.number):
         _log.warning(
             "some windows of %(window)d images have only %(fewest)d of %(classes)d classes, fewer than a batch has "
             "images: --window-size %(images)d --window-stride %(images)d visits all at random",
-            {"window": size, "fewest": fewest, "classes": classes.number, "images": num_images},
+            {"window": size, "fewest": fewest, "classes": classes.number, "images": order.num_images},
         )
 
 

@@ -134,8 +134,8 @@ def _found(
         with shown(), stage("listing images"):
             # only headers are read
             dataset = load_dataset(kind, config.data.data_dir, image_size=32, options=config.data)
-            num_shared = classes_of(config.sampling, dataset).number if config.sampling.labels else 0
-            return dataset, *survey(dataset, packed=kind == "packed", num_shared=num_shared)
+            shared = classes_of(config.sampling, dataset).shared if config.sampling.labels else None
+            return dataset, *survey(dataset, packed=kind == "packed", shared=shared)
     except (ValueError, OSError) as error:
         problems.append(str(error))
         return None

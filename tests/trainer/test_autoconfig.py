@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers.sizes import resident_rows
@@ -13,6 +14,7 @@ from trainer.autoconfig import Machine, choose
 from trainer.config import TrainConfig
 from trainer.data.survey import ImagesSurvey
 from trainer.presets import PRESETS
+from weightserver.torch import ClassOrder
 
 GIB = 1 << 30
 TWO_CORES = Machine(cores=2, memory_bytes=24 * GIB)
@@ -91,11 +93,11 @@ GIVEN: list[dict[str, Any]] = [
 @pytest.mark.parametrize("number", [2_000, 3_648, 10**6])
 def test_given_settings_win_and_the_others_fit_them(given: dict[str, Any], number: int) -> None:
     for machine in (TWO_CORES, GPU):
-        images = survey(number, num_shared=11 if "labels" in given else 0)
+        images = survey(number, shared=ClassOrder(np.arange(number) % 11, 0) if "labels" in given else None)
         config = chosen(images, machine, **given)
         config.check()
         config.sampling.visit_schedule(number)
-        config.negative_sampler(images.num_shared or number).check(config.optimization.batch_size)
+        config.negative_sampler(11 if "labels" in given else number).check(config.optimization.batch_size)
         found = config.settings()
         assert {name: found[name] for name in given} == given
 
@@ -106,9 +108,12 @@ def test_given_settings_win_and_the_others_fit_them(given: dict[str, Any], numbe
 def test_shared_classes_are_all_in_a_step_unless_a_window_has_enough_of_them(
     num_shared: int, negatives: int, window: int
 ) -> None:
-    config = chosen(survey(10**6, num_shared=num_shared), GPU, labels="labels.npy")
+    shared = ClassOrder(np.arange(10**6) % num_shared, 0)
+    config = chosen(survey(10**6, shared=shared), GPU, labels="labels.npy")
     assert (config.rows.num_negatives, config.sampling.window_size) == (negatives, window)
     config.negative_sampler(num_shared).check(config.optimization.batch_size)
+    long_tail = ClassOrder(np.maximum(np.arange(10**6) - 300_000, 0) // 3, 0)  # one class fills windows
+    assert chosen(survey(10**6, shared=long_tail), GPU, labels="labels.npy").sampling.window_size == 10**6
 
 
 def test_more_images_and_better_machines_take_larger_encoders() -> None:

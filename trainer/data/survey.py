@@ -16,6 +16,7 @@ from trainer.data.decode import COLOUR, GREY, SHALLOW, ImageFacts
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL
 from weightserver.common.logs import Remark
+from weightserver.torch import ClassOrder
 
 _SAMPLE, _LARGE_SAMPLE = 256, 4_096
 _DARK = {
@@ -98,8 +99,8 @@ class ImagesSurvey:
     """Number of classes with labels; 0 without labels."""
     num_tests: int = 0
     """Number of labelled test images."""
-    num_shared: int = 0
-    """Number of classes that --labels gives the images to train on; 0 if each is its own."""
+    shared: ClassOrder | None = None
+    """The classes that --labels gives the images to train on; None if each is its own."""
     can_hold_out: bool = False
     """Whether there are no test images, and training images can stand for them (`Dataset.can_hold_out`): none that
     are trained on with labels."""
@@ -134,9 +135,8 @@ def checked_sample(images: DecodedImages) -> Sample:
     return found
 
 
-def survey(dataset: Dataset, *, packed: bool, num_shared: int = 0) -> tuple[ImagesSurvey, Sample]:
-    """Surveys the training images of a data set of decoded images, of which a sample is read; `num_shared` as in the
-    result.
+def survey(dataset: Dataset, *, packed: bool, shared: ClassOrder | None = None) -> tuple[ImagesSurvey, Sample]:
+    """Surveys the training images of a data set of decoded images, of which a sample is read.
 
     Raises:
         ValueError: a single image, or as `checked_sample`.
@@ -155,8 +155,8 @@ def survey(dataset: Dataset, *, packed: bool, num_shared: int = 0) -> tuple[Imag
         image_bytes=round(statistics.mean(one.num_bytes for one in found.intact)),
         num_classes=len(torch.unique(labels[labels >= 0])) if dataset.labelled else 0,
         num_tests=int((dataset.test_labels != NO_LABEL).sum()),
-        num_shared=num_shared,
-        can_hold_out=dataset.can_hold_out and not num_shared,
+        shared=shared,
+        can_hold_out=dataset.can_hold_out and shared is None,
         packed=packed,
     )
     return facts, found

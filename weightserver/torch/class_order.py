@@ -83,6 +83,11 @@ class ClassOrder:
         rows: Int64Array = np.searchsorted(self._first, positions, side="right") - 1
         return rows
 
+    def fewest_classes(self, window_size: int) -> int:
+        """The fewest classes that neighbouring images have, as many as a window; of 100,000 windows at most."""
+        starts = np.arange(0, self.num_images - window_size + 1, 1 + self.num_images // 100_000)
+        return int((self.rows(starts + window_size - 1) - self.rows(starts)).min()) + 1
+
     def class_of_row(self, rows: Int64Array) -> Int64Array:
         """The class of each row: int64 [n] to int64 [n]."""
         return self._order.images(rows)
