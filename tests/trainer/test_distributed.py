@@ -122,8 +122,10 @@ def record_rank(out: Path) -> None:
             "texts": [ranks.broadcast_text(text if ranks.is_first else None) for text in TEXTS],
             "sums": ranks.sum_over_ranks([1.0, 2.0**40 + ranks.rank, -0.5 * ranks.rank]),
             "maxima": ranks.max_over_ranks([float(ranks.rank), -float(ranks.rank)]),
-            "epochs": resolve_resume(TrainConfig().with_settings(epochs=2.0 + ranks.rank), ranks).optimization.epochs,
         }
+        chosen = {"epochs": 2.0 + ranks.rank, "knn_every": 1.0 + ranks.rank, "metrics_host": f"host-{ranks.rank}"}
+        config = resolve_resume(TrainConfig().with_settings(**chosen), ranks).settings()
+        told["settings"] = {name: config[name] for name in chosen}
         ranks.barrier()
     assert not dist.is_initialized(), "the process group outlived its context"
     (out / f"{ranks.rank}.json").write_text(json.dumps(told))
@@ -152,8 +154,8 @@ def test_several_ranks_compute_what_one_does(world_size: int, tmp_path: Path, on
             "texts": list(TEXTS),
             "sums": [world_size, world_size * 2.0**40 + total, -0.5 * total],
             "maxima": [world_size - 1, 0],
-            "epochs": 2.0,  # rank 0's, as machines may choose differently
-        }
+            "settings": {"epochs": 2.0, "knn_every": 1.0, "metrics_host": f"host-{rank}"},
+        }, "machines may choose differently, and have addresses of their own"
 
 
 def test_a_single_rank_does_not_communicate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,14 @@ from weightserver.torch import Ranks
 
 _log = logging.getLogger(__name__)
 
+_OF_ALL_RANKS = {"evaluate", "knn_every"}
+"""Resumable settings that `pic train FOLDER` chooses, and by which ranks work together."""
+
 
 def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     """Replaces `--resume auto` by True or False, on every rank by what rank 0 finds in the run's directory. All ranks
-    take rank 0's settings: it alone needs that directory, and what is chosen for a machine differs.
+    take rank 0's settings: it alone needs that directory, and what is chosen for a machine differs. In a new run they
+    keep what may differ when it is resumed, such as paths and ports.
 
     Only a directory that no run has claimed starts a new run; anything that prevents an existing run from being resumed
     is found and refused later. Dense rows cannot be resumed.
@@ -45,11 +49,12 @@ def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 
 
 def _as_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Rank 0's settings, but for those of this start."""
+    """Rank 0's settings, but for those of this start, or, in a new run, of this machine."""
     settings = ranks.of_first(lambda: json.loads(config.to_json()))
     if ranks.is_first:
         return config
-    own = {name: value for name, value in config.settings().items() if name in OF_ONE_START}
+    of_rank = OF_ONE_START if config.run.resume else (OF_ONE_START | RESUMABLE) - _OF_ALL_RANKS
+    own = {name: value for name, value in config.settings().items() if name in of_rank}
     return TrainConfig.of_run(settings).with_settings(**own)
 
 
