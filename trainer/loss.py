@@ -32,12 +32,14 @@ class LossConfig(Settings):
                 margin_of(self.margin, self.margin_size)
 
     def chance(self, num_negatives: int) -> float:
-        """The loss of guessing among K rows, in nats, when all cosines are 0: log K, and more with a margin."""
+        """The loss of an encoder that tells no image from another, in nats: log K, and more with a margin, at cosines
+        of 1."""
         import torch
 
         from weightserver.torch import margin_of
 
-        own = margin_of(self.margin, self.margin_size).of(torch.zeros(1, 1)).item() / self.temperature
+        one = torch.ones(1, 1, dtype=torch.float64)
+        own = (margin_of(self.margin, self.margin_size).of(one) - one).item() / self.temperature
         return math.log(num_negatives - 1 + math.exp(own)) - own
 
     def unused_settings(self) -> dict[str, str]:

@@ -438,9 +438,9 @@ def test_a_run_that_ends_at_chance_says_so(labelled: Any) -> None:
 def test_a_margin_is_no_reason_to_say_that_a_run_has_learnt_nothing(
     margin: Literal["cosface", "arcface", "adaface"], tmp_path: Path
 ) -> None:
-    """It adds to the loss, of which chance is that of cosines of 0."""
+    """It adds to the loss, of which chance is that of a collapse: all cosines are 1."""
     config = small_run(tmp_path, margin=margin, temperature=0.03)
-    cosines = torch.zeros(1, config.rows.num_negatives, dtype=torch.float64)
+    cosines = torch.ones(1, config.rows.num_negatives, dtype=torch.float64)
     cosines[:, :1] = margin_of(margin, None).of(cosines[:, :1])
     chance = F.cross_entropy(cosines / 0.03, torch.tensor([0])).item()
     assert config.loss.chance(config.rows.num_negatives) == pytest.approx(chance)
