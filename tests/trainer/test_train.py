@@ -161,6 +161,7 @@ def test_a_directory_on_a_full_disk_is_not_claimed(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    (tmp_path / "run").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(ValueError, match=r"cannot be used .*choose another directory"):

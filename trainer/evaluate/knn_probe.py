@@ -70,14 +70,23 @@ class KnnProbe:
 def balanced_sample(labels: Tensor, num_images: int, seed: int) -> Tensor:
     """Ids int64 of `num_images` images, of each class as many as of any other, or all that it has; chosen by `seed`.
 
-    Labels are int64 [N]. If the classes do not divide the number, some have one more. All images if there are fewer. At
-    most a tenth of `num_images` classes are taken: an image needs others of its own among its neighbours.
+    Labels are int64 [N]. If the classes do not divide the number, some have one more. All images if there are fewer. Of
+    many classes only some are taken, with ten images each, or all that they have: an image needs others of its class
+    among its neighbours.
     """
+    classes, sizes = torch.unique(labels, return_counts=True)
+    if len(labels) <= num_images or len(classes) <= num_images // _IMAGES_OF_A_CLASS or sizes.max() == 1:
+        return _of_each_class(labels, num_images, seed)
+    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(seed))
+    order = order[sizes[order] > 1]
+    taken = sizes[order].clamp(max=_IMAGES_OF_A_CLASS).cumsum(0)
+    drawn = classes[order[: int((taken < num_images).sum()) + 1]]
+    ids = torch.isin(labels, drawn).nonzero()[:, 0]
+    return ids[_of_each_class(labels[ids], num_images, seed)]
+
+
+def _of_each_class(labels: Tensor, num_images: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    if len(labels) > num_images and len(classes := torch.unique(labels)) > (most := num_images // _IMAGES_OF_A_CLASS):
-        drawn = classes[torch.randperm(len(classes), generator=generator)[:most]]
-        ids = torch.isin(labels, drawn).nonzero()[:, 0]
-        return ids[balanced_sample(labels[ids], num_images, seed)]
     shuffled = torch.randperm(len(labels), generator=generator)
     by_class = shuffled[labels[shuffled].argsort(stable=True)]  # random within each class
     sizes = labels.bincount()

@@ -62,6 +62,11 @@ def test_of_many_classes_some_are_taken_with_ten_images_each() -> None:
     assert leave_one_out_knn_top1(torch.eye(300)[labels[chosen]], labels[chosen]) == 100
     others = [labels[balanced_sample(labels, 100, seed=seed)].unique().tolist() for seed in (1, 2)]
     assert others[0] == labels[chosen].unique().tolist() != others[1]
+    labels = torch.cat([torch.arange(5_000), torch.arange(400).repeat(2)])  # 400 of three images, the others of one
+    of_class = labels[balanced_sample(labels, 100, seed=1)].unique(return_counts=True)[1]
+    assert of_class.sum() == 100
+    assert of_class.min() > 1, "an only image has no neighbour of its class"
+    assert len(balanced_sample(torch.arange(200), 100, seed=1)) == 100
 
 
 def test_a_small_set_is_taken_whole() -> None:
