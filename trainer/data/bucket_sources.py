@@ -26,6 +26,7 @@ from weightserver.common.object_store import (
     is_remote,
     shown,
 )
+from weightserver.common.threads import in_other_thread
 
 _PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")
 """Numbered archives in the name of a source."""
@@ -77,11 +78,23 @@ def local_source(source: Path, options: SourceOptions) -> Path:
         )
     make_directory(options.in_cache("sources"))
     copies = {place_of(one.path, options): one for one in found}
-    with locked(options.in_cache("sources", ".lock")), ThreadPoolExecutor(_COPIES) as pool:
-        for path in place.rglob("*"):
-            if path.is_file() and path not in copies:
-                path.unlink()  # the object is gone
-        list(pool.map(_copy, copies.values(), copies))
+
+    def copy_all() -> None:
+        with locked(options.in_cache("sources", ".lock")), ThreadPoolExecutor(_COPIES) as pool:
+            for path in place.rglob("*"):
+                if path.is_file() and path not in copies:
+                    path.unlink()  # the object is gone
+            list(pool.map(copy, copies.values(), copies))
+
+    def copy(one: Found, target: Path) -> None:
+        if not is_left:
+            _copy(one, target)
+
+    is_left = False
+    try:
+        in_other_thread(copy_all)
+    finally:
+        is_left = True  # an interrupt ends it before the copies do
     return place
 
 

@@ -1,12 +1,7 @@
 """Calls of several shards at once. The caller makes the first itself, and a thread each of the others.
 
-Python raises the exception of a signal's handler in the main thread, before nearly any instruction of Python code: also
-in `threading.Condition.__enter__` after it has acquired its lock, which is then never released. So nothing here is
-built from conditions, as `Future`, `Thread.start` and executors are: threads share with their caller only a
-`SimpleQueue`, whose code a signal cannot interrupt halfway. gRPC is built from conditions too: see `channels.py`.
-
-A signal that arrives just before the main thread begins to wait does not end the wait; Python notices it afterwards. So
-no wait is long.
+Nothing here is built from conditions, as `Future`, `Thread.start` and executors are (see `common/threads.py`): threads
+share with their caller only a `SimpleQueue`. gRPC is built from conditions too: see `channels.py`.
 
 An interrupt of the caller leaves the other calls running. They make no further attempt: see `require_caller`.
 """

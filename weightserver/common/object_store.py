@@ -10,11 +10,9 @@ import importlib
 import math
 import os
 import socket
-import threading
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import lru_cache
@@ -25,6 +23,7 @@ from zlib import crc32
 
 from weightserver.common.atomic_files import to_path
 from weightserver.common.installing import install_advice
+from weightserver.common.threads import in_other_thread
 
 Answer = TypeVar("Answer")
 SCHEME = "s3:"
@@ -35,7 +34,6 @@ _RETRY_SECONDS = 90
 """How long a request that met a busy server, a cut connection or a slow answer is tried again."""
 _ENDING_SECONDS = 5
 """How long a request may take while the process ends."""
-_LOOK_SECONDS = 0.2
 _MOST_CHECKSUMS = 200
 """Stores keep 2 KB of notes about an object."""
 _LISTS = 3
@@ -284,33 +282,28 @@ def end_soon() -> None:
     _told_to_end = time.monotonic()
 
 
-_told_to_end = math.inf
-_has_ended = threading.Event()
+_told_to_end, _has_ended = math.inf, False
 
 
 def _answer(path: Path, ask: Callable[[Any, str], Answer]) -> Answer:
     """What `ask` says of the bucket and the key of a path. Errors are told by their type alone.
 
-    obstore waits where no signal interrupts it: a thread of its own asks, which the end of the process leaves behind.
+    obstore waits where no signal interrupts it, so another thread asks.
     """
-    errors, future = _obstore().exceptions, Future[Answer]()
+    errors = _obstore().exceptions
     _, bucket, *parts = (*path.parts, "")
     store, key = _bucket(bucket), "/".join(filter(None, parts))
-
-    def run() -> None:
-        try:
-            future.set_result(ask(store, key))
-        except Exception as error:  # noqa: BLE001 — raised below
-            future.set_exception(error)
-
     began = time.monotonic()
-    threading.Thread(target=run, daemon=True, name="asking an object store").start()
-    while not wait([future], 0 if _has_ended.is_set() else _LOOK_SECONDS).done:
-        if _has_ended.is_set() or time.monotonic() > max(began, _told_to_end) + _ENDING_SECONDS:
-            _has_ended.set()
+
+    def look() -> None:
+        global _has_ended
+        _has_ended = _has_ended or time.monotonic() > max(began, _told_to_end) + _ENDING_SECONDS
+        if _has_ended:
             raise ObjectStoreError(path, Reason.ENDING)
+
+    look()
     try:
-        return future.result()
+        return in_other_thread(lambda: ask(store, key), look)
     except FileNotFoundError:
         raise ObjectStoreError(path, Reason.MISSING) from None
     except (errors.PermissionDeniedError, errors.UnauthenticatedError):

@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ from tests.helpers.object_store import KEY, SECRET, Fault, Proxy, credentials, o
 from tests.helpers.small_run import losses, small_run
 from tests.helpers.watching import wait_until
 from trainer.__main__ import main as start
-from trainer.data import bucket_packs, cache, load_dataset, numbered_shards, pack_files
+from trainer.data import bucket_packs, bucket_sources, cache, load_dataset, numbered_shards, pack_files
+from trainer.data.bucket_sources import local_source
 from trainer.data.config import SourceOptions
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest, is_packed
@@ -43,7 +46,9 @@ from trainer.embed import main as embed
 from trainer.evaluate.__main__ import main as evaluate
 from trainer.loop import train
 from weightserver.common import object_store as objects
+from weightserver.common.atomic_files import locked
 from weightserver.common.object_store import ObjectStoreError, Reason
+from weightserver.common.threads import in_other_thread
 
 NUM_IMAGES = 120
 ROOT = Path(__file__).parents[3]
@@ -371,6 +376,45 @@ def test_signals_end_commands_that_wait_for_a_silent_store(
         process.kill()
     assert process.returncode == status, errors
     assert message in errors.splitlines()[-1]
+
+
+def test_no_interrupt_leaves_a_lock_taken(bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeyboardInterrupt amid `Condition.__enter__` would leave a lock taken that other threads need to end."""
+    enter = threading.Condition.__enter__
+
+    def interrupted(condition: threading.Condition) -> bool:
+        assert threading.get_ident() != threading.main_thread().ident
+        return enter(condition)
+
+    bucket.heal()
+    with monkeypatch.context() as always:
+        always.setattr(threading.Condition, "__enter__", interrupted)
+        place = local_source(SOURCE, options(tmp_path))
+    assert len([*place.parent.glob("*.tar")]) == 3
+
+
+def test_an_interrupt_leaves_out_what_is_not_copied_yet(
+    bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = queue.SimpleQueue[Path](), threading.Event()
+
+    def copy(_: object, target: Path) -> None:
+        begun.put(target)
+        go_on.wait()
+
+    def interrupt() -> None:
+        begun.get()
+        raise KeyboardInterrupt
+
+    bucket.heal()
+    monkeypatch.setattr(bucket_sources, "_COPIES", 1)
+    monkeypatch.setattr(bucket_sources, "_copy", copy)
+    monkeypatch.setattr(bucket_sources, "in_other_thread", partial(in_other_thread, look=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        local_source(SOURCE, options(tmp_path))
+    go_on.set()
+    with locked(options(tmp_path).in_cache("sources", ".lock")):  # they have ended
+        assert begun.empty()
 
 
 def test_bad_arguments_and_disks_are_one_line(
