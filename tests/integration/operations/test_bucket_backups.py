@@ -148,17 +148,17 @@ def test_ctrl_c_ends_a_backup_that_waits_for_a_silent_store(
     make_table(client)
     server.silent = "/backups/a%20run/mon/shard-"
     command = ["backup", *cluster.addresses, "--output", "s3://backups/a run/mon"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "weightserver", *command],
         env=os.environ | credentials(server.url),
         stderr=subprocess.PIPE,
-    )
-    try:
-        wait_until(lambda: any(one.path.startswith(server.silent) for one in server.requests))
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=objects._REQUEST_SECONDS)
-    finally:
-        process.kill()
+    ) as process:
+        try:
+            wait_until(lambda: any(one.path.startswith(server.silent) for one in server.requests))
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=objects._REQUEST_SECONDS)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert errors.decode().endswith("weightserver backup: interrupted\n")
 

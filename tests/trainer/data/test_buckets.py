@@ -361,19 +361,19 @@ def test_signals_end_commands_that_wait_for_a_silent_store(
     plain_tree(tmp_path / "tree", 3)
     bucket.heal()
     bucket.silent = silent
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, *command, "--cache-dir", "cache"],
         env=os.environ | credentials(bucket.url) | {"PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    try:
-        wait_until(lambda: any(one.path.startswith(silent) for one in bucket.requests))
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=objects._REQUEST_SECONDS)
-    finally:
-        process.kill()
+    ) as process:
+        try:
+            wait_until(lambda: any(one.path.startswith(silent) for one in bucket.requests))
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=objects._REQUEST_SECONDS)
+        finally:
+            process.kill()
     assert process.returncode == status, errors
     assert message in errors.splitlines()[-1]
 
