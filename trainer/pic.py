@@ -14,7 +14,7 @@ from importlib import import_module, metadata
 from typing import NamedTuple, NoReturn
 
 from trainer.short_help import PAGES
-from weightserver.common.processes import end_at_sigterm
+from weightserver.common.processes import end_at_sigterm, ends_with_its_reader
 from weightserver.common.spelling import did_you_mean
 
 
@@ -53,6 +53,7 @@ _GROUPS = {
 COMMANDS = {name: command for commands in _GROUPS.values() for name, command in commands.items()}
 
 
+@ends_with_its_reader()
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs a command; exits with its status, and with 2 if there is no such command."""
     end_at_sigterm()

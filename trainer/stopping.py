@@ -16,6 +16,7 @@ from weightserver import WeightServerError
 from weightserver.common.interrupts import interruptible, interruption
 from weightserver.common.logs import print_error
 from weightserver.common.object_store import end_soon
+from weightserver.common.processes import ends_with_its_reader
 
 _SAME_SIGNAL_SECONDS = 1.0
 """torchrun, which a terminal's Ctrl-C reaches too, sends it to its ranks once more, usually within this time."""
@@ -73,7 +74,7 @@ def exit_on_error(command: str, *, status: int = 1, after_interrupt: str = "") -
         after_interrupt: what the user can do after Ctrl-C, for the message.
     """
     try:
-        with interruptible():
+        with interruptible(), ends_with_its_reader():
             yield
     except Interrupted as stopped:
         if os.environ.get("RANK", "0") == "0":

@@ -17,6 +17,7 @@ from weightserver.common.command_line import CommandParser, Parser
 from weightserver.common.interrupts import interruptible, interruption
 from weightserver.common.logs import asked_format, log_events, print_error
 from weightserver.common.malloc import keep_large_buffers
+from weightserver.common.processes import ends_with_its_reader
 from weightserver.common.version import __version__
 from weightserver.core.errors import WeightServerError
 
@@ -55,10 +56,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # of another service; prometheus_client would write there
     try:
         log_events(asked_format(argv))
-        arguments = _parser(COMMANDS.keys() & argv).parse_args(argv)
-        name = f"weightserver {arguments.command}"
-        keep_large_buffers()
-        with interruptible():
+        with interruptible(), ends_with_its_reader():
+            arguments = _parser(COMMANDS.keys() & argv).parse_args(argv)
+            name = f"weightserver {arguments.command}"
+            keep_large_buffers()
             arguments.run(arguments)
     except (WeightServerError, ValueError, OSError) as error:
         print_error(f"{name}: {error}")

@@ -192,3 +192,21 @@ def test_few_descriptors_are_told_at_the_start(tmp_path: Path) -> None:
         shard.stdout.readline()
         shard.terminate()
         assert "only 200 files may be open, and each connection is one: raise ulimit -n" in shard.stderr.read()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "weightserver plan --num-rows 1000000 --json",
+        "weightserver --help",
+        "trainer.pic --help",
+        "trainer.pic train fashion-mnist --print-config",
+    ],
+)
+def test_a_command_whose_output_nobody_reads_says_nothing(command: str) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "wb") as unread:
+        arguments = [sys.executable, "-m", *command.split()]
+        done = subprocess.run(arguments, stdout=unread, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode in (0, 1), done.stderr) == (True, b"")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,25 @@ def end_at_sigterm() -> None:
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+
+@contextmanager
+def ends_with_its_reader() -> Iterator[None]:
+    """Ends the process silently, with status 1, where nobody reads its stdout any more, as after `| head`."""
+    try:
+        try:
+            yield
+        except SystemExit:
+            print(end="", flush=True)
+            raise
+        print(end="", flush=True)
+    except BrokenPipeError:
+        stdout = select.poll()
+        stdout.register(1, 0)
+        if not any(event & select.POLLERR for _, event in stdout.poll(0)):
+            raise  # another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest when it ends
+        sys.exit(1)
 
 
 def end_process(process: subprocess.Popen[Any], *, seconds: float) -> None:
