@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import StrEnum
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -16,31 +16,21 @@ _NOTHING = (-float("inf"), -float("inf"))
 """The values of a rank that failed: those of any other one agree with them."""
 
 
-class Doing(IntEnum):
-    """What a rank does."""
+class Doing(StrEnum):
+    """What a rank does, followed by a step: first what concerns the step itself."""
 
-    ANNOUNCES = 0
-    HAS_NONE = 1
-    PASSES = 2
-    ENDS = 3
-    SKIPS = 4
-    EVALUATES = 5
-    PREDICTS = 6
-    SAVES = 7
-    READS = 8
+    ANNOUNCES = "announces"
+    HAS_NONE = "has no batch for"
+    PASSES = "gives a batch of"
+    ENDS = "ends"
+    SKIPS = "skips"
+    EVALUATES = "evaluates before"
+    PREDICTS = "predicts before"
+    SAVES = "takes a checkpoint before"
+    READS = "reads rows before"
 
 
-_WORDS = (
-    "announces",
-    "has no batch for",
-    "gives a batch of",
-    "ends",
-    "skips",
-    "evaluates before",
-    "predicts before",
-    "takes a checkpoint before",
-    "reads rows before",
-)
+_DOINGS = list(Doing)
 
 
 class Agreement:
@@ -56,7 +46,7 @@ class Agreement:
         self.found = False
         """Whether this rank found what is to concern all of them; after the block, whether one did."""
         self._ranks = ranks
-        self._here = _Place(step, attempt, doing)
+        self._here = _Place(step, attempt, _DOINGS.index(doing))
         self._same: list[tuple[float, float, str]] = []
 
     def same(self, message: str, *values: float) -> None:
@@ -95,6 +85,7 @@ class _Place(NamedTuple):
     step: int
     attempt: int
     doing: int
+    """Its position in `Doing`."""
 
     @property
     def number(self) -> int:
@@ -107,14 +98,14 @@ class _Place(NamedTuple):
 
     @property
     def phrase(self) -> str:
-        return f"{_WORDS[self.doing]} step {self.step} after {self.attempt} failed attempts"
+        return f"{_DOINGS[self.doing]} step {self.step} after {self.attempt} failed attempts"
 
 
 def _disagreement(here: _Place, *extremes: _Place) -> ValueError:
-    ended = [(other.step, other.doing) for other in extremes]
+    ended = [(other.step, _DOINGS[other.doing]) for other in extremes]
     if ended == [(here.step, Doing.HAS_NONE), (here.step, Doing.ANNOUNCES)]:
         whose = "another rank have ended before this one's"
-        if here.doing == Doing.HAS_NONE:
+        if _DOINGS[here.doing] == Doing.HAS_NONE:
             whose = "this rank have ended before those of another"
         return ValueError(
             f"the batches of {whose}: give every rank as many (drop_last=True in the DataLoader and in its "
@@ -122,7 +113,7 @@ def _disagreement(here: _Place, *extremes: _Place) -> ValueError:
         )
     there = next(other for other in extremes if other != here)
     told = "a step that fails on one rank must be repeated, skipped or left out on all of them"
-    if max(here.doing, there.doing) >= Doing.EVALUATES:
+    if max(here.doing, there.doing) > _DOINGS.index(Doing.SKIPS):
         told = "all ranks make the same calls in the same order"
     return ValueError(f"this rank {here.phrase}, another one {there.phrase}: {told}")
 
