@@ -70,12 +70,7 @@ class ResidentRows(RowStore):
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
         self._active_on_device = torch.zeros(0, dtype=torch.int64, device=device)  # the same
         self._arriving = ArrivingRows(client, gathered_steps=prefetch_steps // 2, counters=self.counters)
-        self._write_back = WriteBack(
-            client,
-            batch_rows=write_back_rows,
-            max_rows=4 * write_back_rows,
-            counters=self.counters,
-        )
+        self._write_back = WriteBack(client, batch_rows=write_back_rows, counters=self.counters)
 
     @property
     def num_updates(self) -> int:
@@ -128,12 +123,11 @@ class ResidentRows(RowStore):
         """Enqueues rows for writing back in their present state; with `keep` their slots then hold them as written."""
         for start in range(0, len(slots), _ROWS_PER_PART):
             part = slots[start : start + _ROWS_PER_PART]
-            rows = self._slots.row[part]
             self._write_back.make_room(len(part))
-            leaving = self._values.leaving(part, rows)
-            self._write_back.add(rows, leaving)
+            leaving = self._values.leaving(part, self._slots.row[part])
+            self._write_back.add(leaving)
             if keep and self._is_rounded:
-                self._values.place(part, leaving.state())
+                self._values.place(part, leaving.state)
 
     def forget_announced(self, *, in_progress: bool) -> None:
         self._values.settle()

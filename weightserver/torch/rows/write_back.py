@@ -27,23 +27,20 @@ class LeavingRows:
     """
 
     def __init__(self, rows: Int64Array, values: HostCopy, last_step: Int64Array, *, precision: Precision) -> None:
-        self._rows = rows
+        self.rows = rows
         self._values = values
         self._last_step = last_step
         self._precision = precision
 
-    def state(self) -> RowState:
-        """Waits for the copy; any thread may call it. Raises StepError if a row is infinite or NaN."""
-        return self._rounded
-
     @cached_property
-    def _rounded(self) -> RowState:
+    def state(self) -> RowState:
+        """Waits for the copy; any thread may ask for it. Raises StepError if a row is infinite or NaN."""
         weight, momentum_buffer = (values.numpy() for values in self._values.wait())
-        require_finite(self._rows, int(self._last_step.max(initial=0)) - 1, weight, momentum_buffer)
+        require_finite(self.rows, int(self._last_step.max(initial=0)) - 1, weight, momentum_buffer)
         as_stored = self._precision.as_if_stored
         return RowState(
-            weight=as_stored(weight, self._rows, self._last_step, WEIGHT),
-            momentum_buffer=as_stored(momentum_buffer, self._rows, self._last_step, MOMENTUM_BUFFER),
+            weight=as_stored(weight, self.rows, self._last_step, WEIGHT),
+            momentum_buffer=as_stored(momentum_buffer, self.rows, self._last_step, MOMENTUM_BUFFER),
             last_step=self._last_step,
         )
 
@@ -53,31 +50,22 @@ class WriteBack:
 
     Until a write is durable, its rows can be taken from the queue.
 
-    Args:
-        max_rows: for how many rows `make_room` makes room.
     """
 
-    def __init__(
-        self,
-        client: WeightClient,
-        *,
-        batch_rows: int,
-        max_rows: int,
-        counters: RowCounters,
-    ) -> None:
+    def __init__(self, client: WeightClient, *, batch_rows: int, counters: RowCounters) -> None:
         self._client = client
         self._batch_rows = batch_rows
-        self._max_rows = max_rows
+        self._max_rows = 4 * batch_rows  # for as many, `make_room` makes room
         self._counters = counters
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-back")
-        self._gathered: list[tuple[Int64Array, LeavingRows]] = []
+        self._gathered: list[LeavingRows] = []
         self._num_gathered = 0
-        self._writes: deque[tuple[list[tuple[Int64Array, LeavingRows]], Future[None]]] = deque()
+        self._writes: deque[tuple[list[LeavingRows], Future[None]]] = deque()
         self._newest: dict[int, tuple[LeavingRows, int]] = {}  # row -> its newest state in the queue
 
     def __len__(self) -> int:
         """Number of rows in the queue."""
-        return self._num_gathered + sum(len(rows) for parts, _ in self._writes for rows, _ in parts)
+        return self._num_gathered + sum(len(part.rows) for parts, _ in self._writes for part in parts)
 
     def make_room(self, num_rows: int) -> None:
         """Waits until the queue has room for this many more rows, or until no write is in progress."""
@@ -85,11 +73,11 @@ class WriteBack:
             while self._writes and (self._writes[0][1].done() or len(self) + num_rows > self._max_rows):
                 self._forget_oldest()
 
-    def add(self, rows: Int64Array, leaving: LeavingRows) -> None:
-        """Enqueues distinct rows, int64 [n], with their raw state, whether there is room or not."""
-        self._gathered.append((rows, leaving))
-        self._num_gathered += len(rows)
-        self._newest.update((row, (leaving, index)) for index, row in enumerate(rows.tolist()))
+    def add(self, leaving: LeavingRows) -> None:
+        """Enqueues distinct rows, whether there is room or not."""
+        self._gathered.append(leaving)
+        self._num_gathered += len(leaving.rows)
+        self._newest.update((row, (leaving, index)) for index, row in enumerate(leaving.rows.tolist()))
         if self._num_gathered >= self._batch_rows:
             self._write()
         self._counters.write_back_pending_rows = len(self)
@@ -99,7 +87,7 @@ class WriteBack:
         found = [(position, *self._newest[row]) for position, row in enumerate(rows.tolist()) if row in self._newest]
         if not found:
             return np.zeros(0, np.int64), None
-        states = [(leaving.state(), index) for _, leaving, index in found]
+        states = [(leaving.state, index) for _, leaving, index in found]
         state = RowState(
             weight=np.stack([state.weight[index] for state, index in states]),
             momentum_buffer=np.stack([state.momentum_buffer[index] for state, index in states]),
@@ -130,9 +118,9 @@ class WriteBack:
             self._writes.append((self._gathered, self._thread.submit(self._send, self._gathered)))
             self._gathered, self._num_gathered = [], 0
 
-    def _send(self, parts: list[tuple[Int64Array, LeavingRows]]) -> None:
+    def _send(self, parts: list[LeavingRows]) -> None:
         """Writes a batch; of a row that left more than once, only its newest state."""
-        rows, states = np.concatenate([part for part, _ in parts]), [leaving.state() for _, leaving in parts]
+        rows, states = np.concatenate([part.rows for part in parts]), [part.state for part in parts]
         distinct, from_end = np.unique(rows[::-1], return_index=True)
         chosen = len(rows) - 1 - from_end
         weight, momentum_buffer, last_step = (
@@ -147,7 +135,7 @@ class WriteBack:
         parts, write = self._writes[0]
         write.result()
         self._writes.popleft()
-        for rows, leaving in parts:
-            for row in rows.tolist():
+        for leaving in parts:
+            for row in leaving.rows.tolist():
                 if (newest := self._newest.get(row)) is not None and newest[0] is leaving:
                     del self._newest[row]
