@@ -35,7 +35,7 @@ from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
 from weightserver.torch.loss import Loss
 from weightserver.torch.margins import distinct
-from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
+from weightserver.torch.negatives import Negatives, NegativeSampler
 from weightserver.torch.ranks import gathered_parts
 from weightserver.torch.recency import check_num_active
 from weightserver.torch.rows import RowCounters
@@ -135,6 +135,8 @@ class ClassifierHead(nn.Module):
             )
         if not isinstance(run, str) or not isinstance(directory, str | os.PathLike | None):
             raise TypeError(f"run must be a text and directory a path, got {run!r} and {directory!r}")
+        if recent_share is not None and negatives != "both":
+            raise ValueError(f"recent_share is for negatives both, got negatives {negatives}: omit it")
         ranges = class_counts(num_classes)
         self.order = RangesOrder(ranges, checked_integer(order_seed, "order_seed"))
         spec = of_rows.spec(self.order.num_rows, dim)
@@ -143,7 +145,7 @@ class ClassifierHead(nn.Module):
             num_rows=spec.num_rows,
             rows_per_block=of_rows.rows_per_block,
             kind=negatives,
-            recent_share=share_of_recent(negatives, recent_share),
+            recent_share=0.5 if recent_share is None else recent_share,
             seed=of_rows.seed,
         )
         check_num_active(self.negatives.num_active, spec.num_rows, 1)

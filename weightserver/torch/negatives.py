@@ -36,46 +36,24 @@ _SORTED_BLOCKS = 1 << 12
 """Up to this many blocks, those with the smallest hashes are drawn: `RowOrder` is slightly biased for few numbers."""
 
 
-class BlockSampler:
-    """Samples whole blocks of rows uniformly without replacement, each step anew: a pure function of (seed, step).
+def sampled_rows(step: int, *, num_rows: int, rows_per_block: int, num_sampled: int, seed: int) -> Int64Array:
+    """Samples whole blocks of rows uniformly without replacement, in each step anew: strictly increasing int64 [n·R or
+    less], a pure function of (seed, step).
 
     The blocks of a step are the first of a keyed permutation of all blocks, so memory does not grow with the table.
 
     Args:
         num_rows: rows of the table; the last block may be smaller than the others.
-        num_sampled: most rows to sample in a step, at least one block.
-
-    Raises:
-        ArgumentError: fewer rows to sample than a block has.
+        num_sampled: most rows to sample, at least one block.
     """
-
-    def __init__(self, *, num_rows: int, rows_per_block: int, num_sampled: int, seed: int) -> None:
-        self._num_rows = num_rows
-        self._rows_per_block = rows_per_block
-        self._seed = derive_seed(seed, _NEGATIVES)
-        self.num_blocks = -(-num_rows // rows_per_block)
-        """M, the blocks of the table."""
-        self.num_sampled_blocks = min(self.num_blocks, num_sampled // rows_per_block)
-        """n, the blocks of a step."""
-        if self.num_sampled_blocks < 1:
-            raise ArgumentError(
-                "num_negatives",
-                f"leaves {num_sampled} rows to sample, less than a block of {rows_per_block}: choose more, or fewer "
-                "rows per block",
-            )
-
-    def rows(self, step: int) -> Int64Array:
-        """The sampled rows of a step, strictly increasing int64 [n·R or less]."""
-        blocks = np.sort(self._blocks(derive_seed(self._seed, step)))
-        rows = (blocks[:, None] * self._rows_per_block + np.arange(self._rows_per_block)).reshape(-1)
-        return rows[: np.searchsorted(rows, self._num_rows)]
-
-    def _blocks(self, seed: int) -> Int64Array:
-        """n of the M blocks, in any order."""
-        if self.num_blocks > _SORTED_BLOCKS:
-            return RowOrder(self.num_blocks, seed).images(np.arange(self.num_sampled_blocks))
-        hashes = splitmix64(seed, np.arange(self.num_blocks, dtype=np.uint64))
-        return np.argsort(hashes)[: self.num_sampled_blocks]
+    num_blocks, seed = -(-num_rows // rows_per_block), derive_seed(derive_seed(seed, _NEGATIVES), step)  # M
+    num_drawn = min(num_blocks, num_sampled // rows_per_block)  # n
+    if num_blocks > _SORTED_BLOCKS:
+        blocks = RowOrder(num_blocks, seed).images(np.arange(num_drawn))
+    else:
+        blocks = np.argsort(splitmix64(seed, np.arange(num_blocks, dtype=np.uint64)))[:num_drawn]
+    rows = (np.sort(blocks)[:, None] * rows_per_block + np.arange(rows_per_block)).reshape(-1)
+    return rows[: np.searchsorted(rows, num_rows)]
 
 
 class NegativeSampler:
@@ -127,8 +105,12 @@ class NegativeSampler:
                 f"is {self.num_active}, of which {self.num_recent} are recent ones, but a batch may contain "
                 f"{num_visits} classes: choose more of either",
             )
-        if self.rows_per_block is not None:
-            self._blocks(num_visits)
+        if self.rows_per_block is not None and (left := self.num_sampled(num_visits)) < self.rows_per_block:
+            raise ArgumentError(
+                "num_negatives",
+                f"leaves {left} rows to sample, less than a block of {self.rows_per_block}: choose more, or fewer rows "
+                "per block",
+            )
 
     def num_sampled(self, num_visits: int) -> int:
         """Most rows that a step of `num_visits` visits samples."""
@@ -144,31 +126,19 @@ class NegativeSampler:
         if self.takes_all:
             return ActiveRows.of(owners.mine(np.arange(self._num_rows)), batch, owners)
         rows = owners.mine(np.unique(batch)) if recent is None else recent.held(owners)
-        if self.num_sampled(len(batch)):
-            rows = np.union1d(rows, owners.mine(self._blocks(len(batch)).rows(step)))
+        if num_sampled := self.num_sampled(len(batch)):
+            assert self.rows_per_block is not None, "the table is open"
+            sampled = sampled_rows(
+                step,
+                num_rows=self._num_rows,
+                rows_per_block=self.rows_per_block,
+                num_sampled=num_sampled,
+                seed=self._seed,
+            )
+            rows = np.union1d(rows, owners.mine(sampled))
         return ActiveRows.of(rows, batch, owners)
 
     @property
     def takes_all(self) -> bool:
         """Whether every row is active in every step."""
         return self.num_active >= self._num_rows
-
-    def _blocks(self, num_visits: int) -> BlockSampler:
-        assert self.rows_per_block is not None, "the table is open"
-        return BlockSampler(
-            num_rows=self._num_rows,
-            rows_per_block=self.rows_per_block,
-            num_sampled=self.num_sampled(num_visits),
-            seed=self._seed,
-        )
-
-
-def share_of_recent(kind: Negatives, share: float | None) -> float:
-    """The share of K that recent rows have with negatives "both", half by default.
-
-    Raises:
-        ValueError: a share was given with another kind.
-    """
-    if share is not None and kind != "both":
-        raise ValueError(f"recent_share is for negatives both, got negatives {kind}: omit it")
-    return 0.5 if share is None else share

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.recent import recent_rows
-from weightserver.torch.negatives import NEGATIVES, BlockSampler, Negatives, NegativeSampler
+from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler, sampled_rows
 from weightserver.torch.recency import ActiveRows, visited_before
 from weightserver.torch.windows import VisitSchedule
 
@@ -74,12 +74,12 @@ def test_every_row_and_pair_of_blocks_is_sampled_equally_often(num_blocks: int) 
     over all rows is estimated without bias, with a variance of M²/n · (1 − n/M) · s²
     (s²: that of the blocks' sums)."""
     steps, share = 600, num_blocks // 10
-    sampler = BlockSampler(num_rows=3 * num_blocks - 1, rows_per_block=3, num_sampled=3 * share + 2, seed=2)
+    of_table = {"num_rows": 3 * num_blocks - 1, "rows_per_block": 3, "num_sampled": 3 * share + 2, "seed": 2}
     counts, pairs = np.zeros(3 * num_blocks - 1), np.zeros(num_blocks - 1)
     values = np.sort(np.exp(np.random.default_rng(0).standard_normal(3 * num_blocks - 1)))  # alike in each block
     deviations = np.zeros(steps)
     for step in range(steps):
-        rows = sampler.rows(step)
+        rows = sampled_rows(step, **of_table)
         assert len(rows) in (3 * share, 3 * share - 1)
         counts[rows] += 1
         deviations[step] = num_blocks / share * values[rows].sum() - values.sum()
