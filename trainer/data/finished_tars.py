@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -305,27 +305,3 @@ def _damaged(path: Path) -> ValueError:
 
 def joined_meanwhile(there: Path) -> ValueError:
     return ValueError(f"another command has joined the tars of {shown(there)} meanwhile: repeat this one")
-
-
-class Sending:
-    """Tars that are kept when they are packed, each while the next one is packed.
-
-    Args:
-        folder: in which they are packed.
-        sender: with one thread.
-    """
-
-    def __init__(self, tars: FinishedTars, folder: Path, sender: ThreadPoolExecutor) -> None:
-        self.folder, self.finished = folder, tars.finished
-        self._tars, self._sender = tars, sender
-        self._sending: Future[None] | None = None
-
-    def add(self, shard: Shard, records: bytes) -> None:
-        """Begins to keep a tar of the folder, when the one before is kept."""
-        self.wait()
-        self._sending = self._sender.submit(self._tars.add, tar_path(self.folder, shard.first), shard, records)
-
-    def wait(self) -> None:
-        """Until all tars are finished."""
-        if self._sending:
-            self._sending.result()

@@ -10,18 +10,11 @@ was killed and continued, or made in parts, has the same bytes, on a disk and in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
 from trainer.data.config import SourceOptions
-from trainer.data.finished_tars import (
-    FinishedTars,
-    Sending,
-    backend_of,
-    joined_meanwhile,
-    listing_of,
-)
+from trainer.data.finished_tars import FinishedTars, backend_of, joined_meanwhile, listing_of
 from trainer.data.index import damage_of_index
 from trainer.data.manifest import (
     LOCK,
@@ -41,6 +34,7 @@ from trainer.data.reading import counted
 from trainer.display import counting, stage
 from weightserver.common.atomic_files import locked, sha256
 from weightserver.common.object_store import is_remote, shown
+from weightserver.common.threads import in_other_thread
 
 
 def pack(source: Path, target: Path, options: PackOptions) -> Manifest:
@@ -65,12 +59,11 @@ def pack(source: Path, target: Path, options: PackOptions) -> Manifest:
                 backend.work_folder(target, f"{part.number}-of-{part.of}", options.source) as folder,
                 counting("packing") as progress,
                 stage("packing"),
-                ThreadPoolExecutor(1) as sender,
             ):
                 for there, manifest in unfinished.items():
-                    tars = Sending(FinishedTars(there, manifest, part), folder, sender)
+                    tars = FinishedTars(there, manifest, part)
                     listing = listing_of(there, manifest.ranges[-1], options.source)
-                    Packer(manifest, listing, plan.place, options, tars, progress).run()
+                    Packer(manifest, listing, plan.place, options, tars, folder, progress).run()
         if options.part:
             return plan.manifests[target]
         with stage("joining the tars"):
@@ -109,7 +102,8 @@ def _merged(target: Path, options: SourceOptions) -> Manifest:
             )
     if unfinished:
         with backend.work_folder(target, "merge", options) as folder:
-            joined = [tars.joined(folder / tars.there.relative_to(target)) for tars in unfinished]
+            places = [folder / tars.there.relative_to(target) for tars in unfinished]
+            joined = in_other_thread(lambda: list(map(FinishedTars.joined, unfinished, places)))
             for tars, range_ in zip(unfinished, joined, strict=True):
                 digests = range_.digests(tars.there)
                 for path in (index_path(tars.there, range_.first), shards_path(tars.there, range_.first)):

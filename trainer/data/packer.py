@@ -7,9 +7,8 @@ import io
 import logging
 import tarfile
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import numpy as np
 from trainer.data.bucket_sources import place_of
 from trainer.data.decode import BrokenImageError, suffix_of, why
 from trainer.data.decoded_images import BrokenImages, broken_line
-from trainer.data.finished_tars import Sending
+from trainer.data.finished_tars import FinishedTars
 from trainer.data.index import INDEX
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import Manifest, Shard, tar_path
@@ -28,6 +27,7 @@ from trainer.display import Counting
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import is_remote
+from weightserver.common.threads import in_other_thread
 from weightserver.torch import RangesOrder
 
 _REQUESTS = 32
@@ -53,16 +53,24 @@ class Packer:
     Args:
         listing: of the range's images.
         place: where their source is read: in a bucket or on this machine.
-        tars: where they go.
+        tars: where they go, each while the next one is packed.
+        folder: in which they are packed.
 
     Raises:
         ValueError: a listing that does not fit the manifest.
     """
 
     def __init__(
-        self, manifest: Manifest, listing: Path, place: Path, options: PackOptions, tars: Sending, progress: Counting
+        self,
+        manifest: Manifest,
+        listing: Path,
+        place: Path,
+        options: PackOptions,
+        tars: FinishedTars,
+        folder: Path,
+        progress: Counting,
     ) -> None:
-        self._options, self._tars, self._progress = options, tars, progress
+        self._options, self._tars, self._folder, self._progress = options, tars, folder, progress
         self._range = manifest.ranges[-1]
         root = Path(self._range.root)
         place = root if is_remote(place) else place_of(root, options.source)
@@ -81,6 +89,14 @@ class Packer:
             ValueError: too many broken images.
             OSError: a disk cannot be written.
         """
+        decoding, keeping = ThreadPoolExecutor(self._threads), ThreadPoolExecutor(1)
+        try:
+            in_other_thread(lambda: self._pack(decoding, keeping))
+        finally:  # which also ends the thread that an interrupt leaves behind
+            decoding.shutdown(cancel_futures=True)
+            keeping.shutdown()
+
+    def _pack(self, decoding: ThreadPoolExecutor, keeping: ThreadPoolExecutor) -> None:
         finished, broken = set[int](), list[int]()
         for shard, content in self._tars.finished():
             finished.add(shard.first)
@@ -88,10 +104,15 @@ class Packer:
             broken += (records["image"][records["image"] != records["shown"]] - self._range.first).tolist()
         missing = [row for row in self._rows if row not in finished]
         self._broken = BrokenImages(self._options.source, self._range.count, broken)
-        with closing(self._samples(missing)) as samples:
-            for row in missing:
-                self._write_tar(row, samples)
-        self._tars.wait()
+        samples = self._samples(missing, decoding)
+        kept: Future[None] | None = None
+        for first in missing:
+            shard, content = self._written(first, samples)
+            if kept:
+                kept.result()
+            kept = keeping.submit(self._tars.add, tar_path(self._folder, first), shard, content)
+        if kept:
+            kept.result()
         self._show(self._rows.stop)
 
     def _show(self, row: int) -> None:
@@ -101,8 +122,8 @@ class Packer:
         """The rows of the tar that begins with one."""
         return range(first, min(first + self._rows.step, self._rows.stop))
 
-    def _write_tar(self, first: int, samples: Iterator[_Sample]) -> None:
-        """Writes the tar that begins with a row."""
+    def _written(self, first: int, samples: Iterator[_Sample]) -> tuple[Shard, bytes]:
+        """Writes the tar that begins with a row; returns its line in the list of tars, and its records."""
         index: list[tuple[int, int, int, int, int]] = []
         num_broken = 0
 
@@ -120,7 +141,7 @@ class Packer:
                         self._name_broken(sample)
                         num_broken += 1
 
-        tar = tar_path(self._tars.folder, first)
+        tar = tar_path(self._folder, first)
         atomic_write(tar, write)
         records = np.array(index, INDEX).tobytes()
         shard = Shard(
@@ -131,7 +152,7 @@ class Packer:
             index_sha256=hashlib.sha256(records).hexdigest(),
             num_broken=num_broken,
         )
-        self._tars.add(shard, records)
+        return shard, records
 
     def _name_broken(self, sample: _Sample) -> None:
         path = self._listing.path(sample.image - self._range.first)
@@ -139,20 +160,16 @@ class Packer:
         sentence = f"broken: {path} ({sample.broken}), replaced by {shown}"
         say(Remark(sentence, path=path, why=sample.broken, replaced_by=shown), logging.WARNING)
 
-    def _samples(self, tars: list[int]) -> Generator[_Sample, None, None]:
+    def _samples(self, tars: list[int], pool: ThreadPoolExecutor) -> Iterator[_Sample]:
         """The samples of the tars that begin with these rows, some of them computed ahead."""
         ahead: deque[Future[_Sample]] = deque()
-        with ThreadPoolExecutor(self._threads) as pool:
-            try:
-                for first in tars:
-                    for image in self._order.images(np.array(self._rows_from(first))).tolist():
-                        ahead.append(pool.submit(self._sample, image))
-                        if len(ahead) > 4 * self._threads:
-                            yield ahead.popleft().result()
-                while ahead:
+        for first in tars:
+            for image in self._order.images(np.array(self._rows_from(first))).tolist():
+                ahead.append(pool.submit(self._sample, image))
+                if len(ahead) > 4 * self._threads:
                     yield ahead.popleft().result()
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+        while ahead:
+            yield ahead.popleft().result()
 
     def _sample(self, image: int) -> _Sample:
         own = shown = image - self._range.first

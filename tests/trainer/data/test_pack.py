@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import shutil
 import tarfile
+import threading
+import time
 import zipfile
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container
+from concurrent.futures import CancelledError
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ import pytest
 
 from tests.helpers.dying_pack import Killed, contents, die_at
 from tests.helpers.image_tree import BROKEN, encoded, odd_tree, piece, plain_tree
+from trainer.data import packer
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.finished_tars import FinishedTars
@@ -28,6 +34,7 @@ from trainer.data.reading import read_source
 from trainer.data.survey import checked_sample, sample
 from trainer.display import Counting
 from weightserver.common.atomic_files import locked
+from weightserver.common.threads import in_other_thread
 from weightserver.torch import RangesOrder
 from weightserver.torch.windows import RowOrder
 
@@ -362,6 +369,57 @@ def test_extended_images_have_the_same_kind_of_labels(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=f"has {kind}, .* {other}: add images of the same kind"):
                 pack(sources[other], output, options(extend=True))
         assert Manifest.load(output).sizes == ({"labels by name": 6, "no labels": 1, "labels by number": 2}[kind],)
+
+
+def test_no_interrupt_leaves_a_lock_taken(
+    packed: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KeyboardInterrupt amid `Condition.__enter__` would leave a lock taken that other threads need to end."""
+    enter, output = threading.Condition.__enter__, tmp_path / "packed"
+
+    def interrupted(condition: threading.Condition) -> bool:
+        assert threading.get_ident() != threading.main_thread().ident
+        return enter(condition)
+
+    with monkeypatch.context() as dying:
+        die_at(5, "after", dying)
+        with pytest.raises(Killed):
+            pack(tree, output, options())
+    with monkeypatch.context() as always:
+        always.setattr(threading.Condition, "__enter__", interrupted)
+        pack(tree, output, options())
+    assert contents(output) == contents(packed)
+
+
+def test_an_interrupt_ends_the_packing_at_once(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that it leaves behind reads no further image, and the command continues when it is repeated."""
+    decoding, ended = threading.Event(), queue.SimpleQueue[BaseException | None]()
+    output, read = tmp_path / "packed", Listing.read
+
+    def noted(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            ended.put(error)
+            raise
+        ended.put(None)
+
+    def slow(listing: Listing, image: int) -> bytes:
+        decoding.set()
+        time.sleep(0.1)
+        return read(listing, image)
+
+    def interrupt() -> None:
+        if decoding.is_set():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Listing, "read", slow)
+    monkeypatch.setattr(packer, "in_other_thread", lambda call: in_other_thread(partial(noted, call), look=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        pack(tree, output, options())
+    assert isinstance(ended.get(timeout=60), CancelledError | RuntimeError)
+    monkeypatch.undo()
+    assert pack(tree, output, options()).complete
 
 
 def test_two_packers_do_not_mix(tree: Path, tmp_path: Path) -> None:
