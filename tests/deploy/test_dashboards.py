@@ -1,5 +1,5 @@
 """The dashboards that Grafana is given: what the code makes, whole and readable. Their queries run in
-test_live_queries.py."""
+test_panels.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs every query of the rules and panels on a real Prometheus that scrapes real shards and a real trainer."""
+"""Runs every query of the rules on a real Prometheus that scrapes real shards and a real trainer.
+
+Those of the panels run in test_panels.py.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,13 @@ import math
 import re
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from deploy.grafana.dashboards import CHOICES
 from deploy.prometheus.local import LocalPrometheus, running_trainer
-from tests.deploy.test_dashboards import DASHBOARDS
 from tests.deploy.test_rules import ALERTS, RULES
 from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, small_run
 from tests.helpers.watching import metric, wait_until
@@ -99,31 +99,6 @@ def test_no_rule_is_empty_and_a_healthy_run_raises_no_alert(watched: Watched) ->
     expected = dict.fromkeys(ALERTS, "inactive") | {"Watchdog": "firing"}
     wait_until(lambda: states() | {"DiskFilling": "inactive"} == expected)
     assert [name for name, state in states().items() if state == "firing"] == ["Watchdog"]
-
-
-def chosen(expression: str, cluster: str) -> str:
-    """A panel's query as Grafana asks it, with everything chosen but another cluster."""
-    values = dict.fromkeys(CHOICES, ".*") | {"cluster": cluster, "__rate_interval": "10s"}
-    return re.sub(r"\$(\w+)", lambda found: values[found[1]], expression)
-
-
-@needs_prometheus
-@pytest.mark.slow
-def test_every_panel_shows_lines_of_the_chosen_cluster_alone(watched: Watched) -> None:
-    """Each has a name of its own, and the labels by which its links choose."""
-    panels = [panel for dashboard in DASHBOARDS.values() for panel in dashboard["panels"]]
-    queries = {target["expr"]: chosen(target["expr"], "default") for panel in panels for target in panel["targets"]}
-    assert watched.empty(queries) == []
-    for panel in panels:
-        names = list[str]()
-        by_link = set(re.findall(r"__field\.labels\.(\w+)", str(panel["fieldConfig"]["defaults"].get("links"))))
-        for target in panel["targets"]:
-            legend = re.sub(r"\{\{(\w+)\}\}", r"{\1}", target["legendFormat"])
-            for labels, _ in watched.prometheus.query(queries[target["expr"]]):
-                assert by_link <= labels.keys(), panel["title"]
-                names.append(legend.format_map(defaultdict(str, labels)))
-            assert watched.prometheus.query(chosen(target["expr"], "other")) == [], panel["title"]
-        assert len(set(names)) == len(names), panel["title"]
 
 
 @pytest.mark.guard

@@ -1,6 +1,6 @@
 """A run that stands still before a step, until a line on stdin says what to do: `train N` makes N steps, and a client
-of the same process, makes calls. `fetch N`, `describe N`, `push N` and `write N` are N
-calls of all rows; `refused N` fetches rows of shard 0 N times, of shard 1 N + 1 times and so on, in vain.
+of the same process, makes calls. `fetch N`, `push N` and `write N` are N calls of all rows; `refused N` fetches rows of
+shard 0 N times, of shard 1 N + 1 times and so on, in vain.
 
 python -m tests.helpers.held_run OUTPUT SERVERS BATCH_SIZE
 
@@ -64,8 +64,7 @@ def main() -> None:
             own = [rows_of(shard, len(addresses)) for shard in range(len(addresses))]
             several = [partial(client.fetch, rows, step=0) for s, rows in enumerate(own) for _ in range(number + s)]
             return timed(several, StepError)
-        calls: dict[str, Callable[[], object]]
-        calls = {"fetch": fetch, "push": push, "write": write, "describe": client.describe}
+        calls: dict[str, Callable[[], object]] = {"fetch": fetch, "push": push, "write": write}
         found = timed([calls[command]] * number)
         clock += command == "push"
         return found
