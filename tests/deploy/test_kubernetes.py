@@ -238,25 +238,6 @@ def test_the_pod_for_commands_has_what_a_shard_has() -> None:
     assert inside.startswith(f"kubectl exec {pod['metadata']['name']} ")
 
 
-@pytest.mark.parametrize(
-    ("overlay", "kind", "written", "wrong", "places"),
-    [
-        ("small", "JobSet", "maxRestarts: 20", "maxRestart: 20", "spec.failurePolicy.maxRestart"),
-        ("small", "JobSet", "- PodFailurePolicy", "- Preempted", "spec.failurePolicy.rules[0].onJobFailureReasons[0]"),
-        ("small", "PodMonitor", "port: metrics", "port: 9200", "spec.podMetricsEndpoints[0].port"),
-        ("large", "Issuer", "secretName:", "secret:", "spec.ca.secretName spec.ca.secret"),
-    ],
-)
-def test_a_wrong_field_inside_a_custom_resource_is_found(
-    overlay: str, kind: str, written: str, wrong: str, places: str
-) -> None:
-    document = the(manifests(overlay), kind)
-    text = yaml.safe_dump(document)
-    assert written in text
-    broken = yaml.safe_load(text.replace(written, wrong, 1))
-    assert mistakes(broken["spec"], CUSTOM_RESOURCES[document["apiVersion"], kind]) == places.split()
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_numbers_are_in_one_place(overlay: str, tmp_path: Path) -> None:
     """Seventy shards and thirty nodes of the trainer in another namespace, by a change of the ConfigMap alone."""

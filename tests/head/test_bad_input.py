@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from tests.head.conftest import MakeHead
 from tests.helpers.own_loop import DIM, NUM_CLASSES, Dense, Encoder, Images, loaded, shuffled, trained
-from weightserver import WeightClient, WeightServerError
 from weightserver.torch import ClassifierHead, WindowSampler
 
 
@@ -247,24 +246,6 @@ def test_batches_without_a_first_element(make_head: MakeHead) -> None:
     ):
         list(head.announced(batches))
     assert list(head.announced(batches, ids_of=lambda batch: batch["ids"])) == batches
-
-
-def test_two_heads_on_one_table(make_head: MakeHead, client: WeightClient) -> None:
-    """A head on a table that was used is refused; one on a table that has just begun fences the first."""
-    first, second, encoder = make_head(), make_head(), Encoder()
-    first.open()
-    second.open()
-    with pytest.raises(WeightServerError, match="superseded"):
-        trained(first, [loaded(shuffled(0, 14))], encoder=encoder)
-    first.close()
-    trained(second, [loaded(shuffled(0, 14))], encoder=encoder)
-    second.flush()
-    with pytest.raises(
-        ValueError, match=r"hold the rows of run 'head' up to step 14: resume it \(a head by load_state_dict"
-    ):
-        make_head().rows([0])
-    assert client.describe().clock == 14
-    second.checkpoint()  # the refused head has not disturbed it
 
 
 def test_batches_of_a_step_that_the_sampler_does_not_draw(make_head: MakeHead) -> None:

@@ -38,7 +38,6 @@ from weightserver import (
     WeightClient,
     WrongShardError,
 )
-from weightserver.client import retries
 
 NAME, PORT = "shard.test", 50051
 OF_ANOTHER_VERSION = """
@@ -413,33 +412,6 @@ def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others
         counted = 2 if call == "push" else 1
         assert (client.fetch_state(ROWS).last_step == counted).all(), "whatever answered, it counts once"
         assert client.describe().clock == counted
-        assert [kept.name for kept in client.checkpoints()] == (["kept"] if call == "checkpoint" else [])
-
-
-@pytest.mark.parametrize(
-    ("what", "call"),
-    [
-        pytest.param(what, call, marks=pytest.mark.guard if (what, call) == ("sibling", "push") else pytest.mark.slow)
-        for what in ("rebooted", "sibling", "another program", "stranger", "older copy", "empty", "another token")
-        for call in ("fetch", "push", "checkpoint")
-    ],
-)
-def test_a_shard_that_is_in_its_place_late_is_found(
-    what: str, call: str, others: Path, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After as many attempts as in 40 s: pauses are a tenth of their length."""
-    monkeypatch.setattr(retries, "_LONGEST_PAUSE_SECONDS", retries._LONGEST_PAUSE_SECONDS / 10)
-    status = STATUS.get(what, "UNIMPLEMENTED")
-    with trained(cluster, retry_seconds=120) as client, ThreadPoolExecutor(1) as pool:
-        before = client.fetch(ROWS, step=1)
-        with misplaced(cluster, what, others):
-            failures = failed(status)
-            made = pool.submit(calls_of(client)[call])
-            wait_until(lambda: failed(status) >= failures + 40 or made.done())
-            assert not made.done()
-        found = made.result(60)
-        assert call != "fetch" or np.array_equal(found, before)
-        assert (client.fetch_state(ROWS).last_step == (2 if call == "push" else 1)).all()
         assert [kept.name for kept in client.checkpoints()] == (["kept"] if call == "checkpoint" else [])
 
 

@@ -48,7 +48,7 @@ from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Comm
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
 from weightserver.shard.transaction import WriteHeader
-from weightserver.storage import lmdb_storage, records
+from weightserver.storage import records
 from weightserver.storage.integrity import check_pages
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -413,23 +413,6 @@ def test_a_restored_shard_accepts_no_writer_before_a_session(served: Served, tmp
             restored.push(1)
         restored.do(lambda batch: batch.open_session("next", 2, SESSION_ID))
         assert restored.push(1, epoch=2) is True
-
-
-def test_a_transaction_is_committed_without_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one writes large ones back early, if it can."""
-
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(lmdb_storage, "_WRITE_BACK_BYTES", 1)
-    with closing(LmdbStorage(tmp_path)) as storage:
-        for block in range(2):
-            with storage.write() as txn:
-                put(txn, block, 0, b"block")
-            assert "writeback" not in [thread.name for thread in threading.enumerate()]
-            monkeypatch.setattr(threading.Thread, "start", no_thread)
-        with storage.read() as txn:
-            assert get(txn, 0) == get(txn, 1) == b"block"
 
 
 def test_free_pages_beyond_the_end_of_the_file_are_valid(tmp_path: Path) -> None:
