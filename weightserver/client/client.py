@@ -33,7 +33,6 @@ from weightserver.client.channels import Credentials
 from weightserver.client.checkpoints import checkpoint_in, checkpoints_of, find_checkpoint, take_checkpoint
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
-from weightserver.client.fetched_rows import Output
 from weightserver.client.lease import HeldLease
 from weightserver.client.results import RowState, TableInfo, table_info
 from weightserver.client.schedule import ClientSchedule
@@ -322,7 +321,8 @@ class WeightClient(Closing):
         """
         rows = self._rows(rows)
         out = arguments.output_array(out, (len(rows), self._spec.dim))
-        self._fetch(rows, (out, None, None), step, checkpoint)
+        step = arguments.checked_step(step, "step")
+        fetch_rows(self._shards, self._schedule, self._spec, rows, (out, None, None), step, checkpoint)
         return out
 
     def fetch_state(
@@ -332,20 +332,10 @@ class WeightClient(Closing):
         rows, dim = self._rows(rows), self._spec.dim
         weight, momentum_buffer = (np.empty((len(rows), dim), np.float32) for _ in range(2))
         last_step = np.empty(len(rows), np.int64)
-        self._fetch(rows, (weight, momentum_buffer, last_step), step, checkpoint)
-        return RowState(weight, momentum_buffer, last_step)
-
-    def _fetch(self, rows: Int64Array, out: Output, step: int | None, checkpoint: str | Checkpoint) -> None:
-        """Fetches into `out`, and all state of the rows if it has room for the momentum buffer."""
-        request = pb.FetchRequest(state=out[1] is not None, raw=step is None, table=self._shards.table)
-        rates = None
-        if step is not None:
-            request.step = arguments.checked_step(step, "step")
-            rates = self._schedule.needed(request.step)
-        if checkpoint:
-            kept = find_checkpoint(self._shards, checkpoint)
-            request.checkpoint, request.identity = kept.name, kept.checkpoint_id
-        fetch_rows(self._shards, self._spec, request, rates, rows, out)
+        step = None if step is None else arguments.checked_step(step, "step")
+        out = weight, momentum_buffer, last_step
+        fetch_rows(self._shards, self._schedule, self._spec, rows, out, step, checkpoint)
+        return RowState(*out)
 
     def push_gradients(self, rows: npt.ArrayLike, gradients: npt.ArrayLike, *, step: int) -> None:
         """Applies update `step` with `gradients` (float32 [n, D]) to `rows` (int64 [n]); returns when durable.

@@ -15,12 +15,17 @@ from google.protobuf.message import Message
 from weightserver.client import metrics, threads
 from weightserver.client.arguments import is_strictly_increasing
 from weightserver.client.calls import WATCH
+from weightserver.client.checkpoints import find_checkpoint
+from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.client.rates import CarriedRates
+from weightserver.client.schedule import ClientSchedule
+from weightserver.client.threads import raise_first
 from weightserver.client.writer import Writer
 from weightserver.common.metrics import size_class
 from weightserver.core.arrays import Int64Array, StoredArray
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.precision import precision_of
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
@@ -30,13 +35,20 @@ from weightserver.protocol.codec import CHUNK_BYTES, MAX_WRITE_BYTES, MAX_WRITE_
 
 def fetch_rows(
     shards: Shards,
+    schedule: ClientSchedule,
     spec: TableSpec,
-    request: pb.FetchRequest,
-    rates: CarriedRates | None,
     rows: Int64Array,
     out: Output,
+    step: int | None,
+    checkpoint: str | Checkpoint,
 ) -> None:
-    """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n])."""
+    """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n]): of raw rows without a
+    step, of all state if there is an array of momentum buffers."""
+    request = pb.FetchRequest(state=out[1] is not None, raw=step is None, step=step, table=shards.table)
+    rates = None if step is None else schedule.needed(step)
+    if checkpoint:
+        kept = find_checkpoint(shards, checkpoint)
+        request.checkpoint, request.identity = kept.name, kept.checkpoint_id
     connections, started, distinct, fetched = shards.connections(), time.monotonic(), rows, out
     if not (in_order := is_strictly_increasing(rows)):
         distinct, inverse = np.unique(rows, return_inverse=True)
@@ -44,20 +56,19 @@ def fetch_rows(
             array if array is None else np.empty((len(distinct), *array.shape[1:]), array.dtype) for array in out
         ]
     with BorrowedArrays() as borrowed:
-        parts = [
-            (connections[shard], FetchedRows(distinct, positions, fetched, precision_of(spec), borrowed))
-            for shard, positions in Sharding(spec.rows_per_block, len(connections)).positions_by_shard(distinct).items()
-        ]
+        by_shard = Sharding(spec.rows_per_block, len(connections)).positions_by_shard(distinct)
+        parts = [FetchedRows(distinct, at, fetched, precision_of(spec), borrowed) for at in by_shard.values()]
+        calls = [(connections[shard], request, rates, part) for shard, part in zip(by_shard, parts, strict=True)]
         try:
-            shards.in_parallel(lambda connection, part: connection.fetch(request, rates, part), parts)
+            raise_first(threads.outcomes(ShardConnection.fetch, calls))
         except BaseException:
-            WATCH.leave([part for _, part in parts])
+            WATCH.leave(parts)
             raise
     if not in_order:
         for whole, values in zip(out, fetched, strict=True):
             if whole is not None and values is not None:
                 whole[:] = values[inverse]
-    known = [part.shard_seconds for _, part in parts if part.shard_seconds is not None]
+    known = [part.shard_seconds for part in parts if part.shard_seconds is not None]
     size = size_class(len(rows))
     metrics.fetch_seconds(size).observe(time.monotonic() - started)
     if known and len(known) == len(parts):
