@@ -425,7 +425,7 @@ class ClassifierHead(nn.Module):
         return step
 
     def _leave(self, step: Step, num_batches: int) -> None:
-        """Ends a block that did not fail, with passes of so many batches."""
+        """Ends a block that did not fail, with passes of that number of batches."""
         if step is not self._steps.current or (step.has_passes and num_batches < len(step.announced.ids)):
             return
         forgotten = step.has_passes

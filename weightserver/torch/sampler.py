@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -12,18 +11,6 @@ from weightserver.core.arrays import Int64Array, checked_integer
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.ranks import Ranks
 from weightserver.torch.windows import RangesOrder, VisitSchedule, dealt_to_nodes
-
-
-@runtime_checkable
-class Order(Protocol):
-    """A bijection of N images and their positions, over which the window slides."""
-
-    @property
-    def num_rows(self) -> int:
-        """N."""
-
-    def images(self, rows: Int64Array) -> Int64Array:
-        """The image at each position: int64 [n] to int64 [n]."""
 
 
 class WindowSampler(Sampler[list[int]]):
@@ -51,7 +38,7 @@ class WindowSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        order: int | Order,
+        order: int | RangesOrder | ClassOrder,
         *,
         batch_size: int,
         window_size: int | None = None,
@@ -62,7 +49,7 @@ class WindowSampler(Sampler[list[int]]):
         next_step: Callable[[], int] = lambda: 0,
         ranks: Ranks | None = None,
     ) -> None:
-        if not isinstance(order, Order):
+        if not isinstance(order, RangesOrder | ClassOrder):
             order = RangesOrder([checked_integer(order, "order")], checked_integer(order_seed, "order_seed"))
         self.order = order
         num_images = self.order.num_rows
