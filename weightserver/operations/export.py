@@ -20,7 +20,7 @@ from weightserver.common.atomic_files import atomic_directory, atomic_write, to_
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.checkpoints import Checkpoint, chosen_checkpoint
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
-from weightserver.operations.faiss_index import import_faiss, write_index
+from weightserver.operations.faiss_index import write_index
 
 _BYTES_PER_FILE = 1 << 30
 _BYTES_PER_PART = 64 << 20
@@ -104,7 +104,6 @@ def export_index(
         ValueError, NoTableError, StepError, DataLossError, ClusterError, OSError: as `export_rows`.
         ValueError: faiss is not installed, or the file exists.
     """
-    import_faiss()  # before anything is read
     selection = _select(client, rows, checkpoint, step)
     dim = selection.info.spec.dim
 

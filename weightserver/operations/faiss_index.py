@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
 from weightserver.common.atomic_files import atomic_write
 from weightserver.common.installing import install_advice
 from weightserver.core.arrays import Float32Array, Int64Array
-
-
-def import_faiss() -> ModuleType:
-    """faiss. Raises ValueError if it is not installed."""
-    try:
-        import faiss
-    except ImportError:
-        raise ValueError(f"--faiss needs faiss: {install_advice('faiss')}") from None
-    module: ModuleType = faiss
-    return module
 
 
 def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32Array]]) -> int:
@@ -36,7 +25,10 @@ def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32A
         ValueError: faiss is not installed, or the file exists.
         OSError: the file cannot be written.
     """
-    faiss = import_faiss()
+    try:
+        import faiss
+    except ImportError:
+        raise ValueError(f"--faiss needs faiss: {install_advice('faiss')}") from None
     if path.exists():
         raise ValueError(f"{path} exists: give another file")
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))

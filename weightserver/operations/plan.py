@@ -281,7 +281,7 @@ def _images(load: Workload) -> list[Figure]:
     group = max(1.0, min(_LARGEST_GROUP, window / (_GROUPS_OF_NODE * n)))
 
     def readers(batches: float) -> float:
-        """Nodes that read what so many batches visit."""
+        """Nodes that read what that number of batches visits."""
         deviation = math.sqrt(max(0.0, 1 / load.batch_size - 1 / window))
         apart = -math.pi / 4 * NormalDist().inv_cdf(5 / (8 * batches + 2)) * deviation
         return 1 + (n - 1) * (apart + group / window)

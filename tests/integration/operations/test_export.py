@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from tests.helpers.operations import ROWS, Weightserver, assert_one_line, dies, make_table
+from tests.helpers.operations import ROWS, SPEC, Weightserver, assert_one_line, dies, make_table
 from weightserver import LocalCluster, WeightClient
 from weightserver.operations import export as exports
 
@@ -80,3 +80,25 @@ def test_an_export_into_the_target_of_a_link(
         assert np.array_equal(file.get_tensor("weight"), client.fetch(ROWS[3:8], step=4))
     assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o700
     assert_one_line(weightserver(*command, "/proc"), "is a mounted disk or the current")
+
+
+def test_an_index_of_faiss_finds_each_row_by_its_cosine(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faiss = pytest.importorskip("faiss")
+    make_table(client)
+    monkeypatch.setattr(exports, "_BYTES_PER_PART", 2_000)
+    file, rows = tmp_path / "rows.faiss", ROWS[5:905]
+    command = ["export", *cluster.addresses, "--checkpoint=two", "--rows=5:905", "--faiss", file]
+    assert weightserver(*command) == (0, f"wrote 900 rows to {file}\n", "")
+    weight = client.fetch(rows, step=3, checkpoint="two").astype(np.float64)
+    unit = weight / np.linalg.norm(weight, axis=1, keepdims=True)
+    cosines, found = faiss.read_index(str(file)).search(unit.astype(np.float32), 2)
+    assert np.array_equal(found[:, 0], rows)
+    expected = np.sort(unit @ unit.T, axis=1)[:, :-3:-1]
+    np.testing.assert_allclose(cosines, expected, rtol=0, atol=SPEC.dim * 2**-22)
+    assert_one_line(weightserver(*command), f"{file} exists: give another file")
