@@ -1,4 +1,4 @@
-"""Uploads packs that were made on a disk into a bucket, the manifest last, and verifies packs there."""
+"""Uploads packs that were made on a disk into a bucket, the manifest last."""
 
 from __future__ import annotations
 
@@ -77,18 +77,6 @@ def upload_pack(directory: Path, target: Path) -> None:
                 _upload(here, manifest, places[here], befores[here])
 
 
-def verify_in_bucket(directory: Path) -> list[str]:
-    """Compares lengths of tars, and the SHA-256 that uploads noted, with a manifest; returns a line for each file that
-    differs. Reads no tar."""
-    manifest = Manifest.load(directory)
-    if not manifest.complete:
-        return [f"{shown(directory)} is not finished: repeat the command that packs it; 'pic pack merge' joins parts"]
-    return [
-        f"{shown(path)} is missing or does not match its checksum: pack the images on a disk, and upload that"
-        for _, path, _ in _absent(directory, manifest)
-    ]
-
-
 def _uploaded(here: Path, manifest: Manifest, there: Path) -> Manifest:
     """What a bucket has of a pack: its manifest, or one without ranges. Raises ValueError if it has another pack."""
     before = Manifest.load(there) if is_packed(there) else replace(manifest, ranges=())
@@ -98,7 +86,7 @@ def _uploaded(here: Path, manifest: Manifest, there: Path) -> Manifest:
 
 
 def _upload(here: Path, manifest: Manifest, there: Path, before: Manifest) -> None:
-    for part, target, digest in _absent(there, manifest):
+    for part, target, digest in absent(there, manifest):
         path = here / target.name
         is_index = path == index_path(here, part.first)
         if any(damage_of_index(path, part)) if is_index else sha256(path) != digest:
@@ -126,7 +114,7 @@ def lost_tars(there: Path, manifest: Manifest) -> list[Path]:
     return [path for path, length in tars.items() if lengths.get(path) != length]
 
 
-def _absent(there: Path, manifest: Manifest) -> Iterator[tuple[Range, Path, str]]:
+def absent(there: Path, manifest: Manifest) -> Iterator[tuple[Range, Path, str]]:
     """Range, place and SHA-256 of each file that a bucket lacks, or has with another length or another note."""
     lost = set(lost_tars(there, manifest))
     for part in manifest.ranges:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from trainer.data.bucket_packs import upload_pack, verify_in_bucket
+from trainer.data.bucket_packs import upload_pack
 from trainer.data.config import SourceOptions
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed, packs_in
@@ -95,8 +95,7 @@ def _merge(options: argparse.Namespace) -> list[str]:
 def _verify(options: argparse.Namespace) -> list[str]:
     directory = options.directory
     with stage("comparing checksums"):
-        compare = verify_in_bucket if is_remote(directory) else verify
-        wrong = [line for one in sorted({directory, *packs_in(directory)}) for line in compare(one)]
+        wrong = [line for one in sorted({directory, *packs_in(directory)}) for line in verify(one)]
     if wrong:
         raise ValueError("; ".join(wrong))
     return [f"{shown_path(directory)}: all files match their checksums"]

@@ -19,16 +19,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from trainer.data.bucket_packs import lost_tars, send
+from trainer.data.bucket_packs import absent, lost_tars, send
 from trainer.data.config import SourceOptions
-from trainer.data.index import check_index
+from trainer.data.index import check_index, damage_of_index
 from trainer.data.manifest import (
     Manifest,
     Range,
     Shard,
     index_path,
+    is_file,
     line_of,
     listing_path,
+    read_file,
     shards_path,
     tar_path,
 )
@@ -41,12 +43,9 @@ from weightserver.common.object_store import (
     Reason,
     digest_of,
     directly_below,
-    find,
     is_remote,
-    read,
     remove,
     shown,
-    unless_missing,
     write,
 )
 
@@ -67,12 +66,6 @@ class Disk:
         """What lies in a folder, which may be missing."""
         return set(folder.glob("*"))
 
-    def read(self, path: Path) -> bytes | None:
-        """The content of a small file; None if it is missing."""
-        with suppress(FileNotFoundError):
-            return path.read_bytes()
-        return None
-
     def note(self, path: Path, content: bytes) -> None:
         """Makes a small file, durably."""
         make_directory(path.parent)
@@ -91,9 +84,6 @@ class Disk:
     def holds(self, tar: Path, shard: Shard) -> bool:
         """Whether a tar is that of a note, as far as can be told without reading it."""
         return tar.stat().st_size == shard.bytes
-
-    def exists(self, path: Path) -> bool:
-        return path.exists()
 
     @contextmanager
     def adding(self, there: Path) -> Iterator[None]:
@@ -119,6 +109,19 @@ class Disk:
         for part in manifest.finished.ranges:
             check_index(index_path(there, part.first), part.count)
 
+    def damage(self, there: Path, manifest: Manifest) -> Iterator[str]:
+        """A line for each file that differs from what a manifest says, as far as that range is finished."""
+        for part in manifest.ranges:
+            index, digests = index_path(there, part.first), {listing_path(there, part.first): part.listing_sha256}
+            digests |= {tar_path(there, shard.first): shard.sha256 for shard in part.shards}
+            for path in (*digests, index) if part.shards else digests:
+                if not path.is_file():
+                    yield f"{path} is missing"
+                elif path != index and sha256(path) != digests[path]:
+                    yield f"{path} is damaged"
+            if index.is_file():
+                yield from damage_of_index(index, part)
+
     def work_folder(self, target: Path, name: str, options: SourceOptions) -> AbstractContextManager[Path]:
         """An empty folder for the files of one process, which is removed afterwards.
 
@@ -133,9 +136,6 @@ class Bucket:
     def found(self, folder: Path) -> set[Path]:
         return {one.path for one in directly_below(folder)}
 
-    def read(self, path: Path) -> bytes | None:
-        return unless_missing(lambda: read(path))
-
     def note(self, path: Path, content: bytes) -> None:
         write(path, content)
 
@@ -148,9 +148,6 @@ class Bucket:
 
     def holds(self, tar: Path, shard: Shard) -> bool:
         return digest_of(tar) == shard.sha256
-
-    def exists(self, path: Path) -> bool:
-        return find(path) is not None
 
     def adding(self, there: Path) -> AbstractContextManager[None]:
         return nullcontext()
@@ -165,6 +162,10 @@ class Bucket:
                 f"{counted(len(lost), 'tar')} of {shown(there)} missing or cut off, first {lost[0].name}: pack the "
                 "images on a disk, and upload that"
             )
+
+    def damage(self, there: Path, manifest: Manifest) -> Iterator[str]:
+        for _, path, _ in absent(there, manifest.finished):
+            yield f"{shown(path)} is missing or does not match its checksum: pack the images on a disk, and upload that"
 
     def work_folder(self, target: Path, name: str, options: SourceOptions) -> AbstractContextManager[Path]:
         return _emptied(options.in_cache("parts", *target.parts[1:], name))
@@ -244,8 +245,7 @@ class FinishedTars:
 
     def _noted(self, first: int) -> tuple[Shard, bytes]:
         path, tar = self._note(first), tar_path(self.there, first)
-        noted = self.backend.read(path)
-        if noted is None:
+        if (noted := read_file(path)) is None:
             raise joined_meanwhile(self.there)
         line, _, records = noted.partition(b"\n")
         try:
@@ -280,7 +280,7 @@ class FinishedTars:
     def _is_finished(self, shard: Shard) -> bool:
         """Whether another command has packed a tar meanwhile, too, as of a part that was given up."""
         named = (self._note(shard.first), shards_path(self.there, self.range.first))
-        return self.backend.exists(tar_path(self.there, shard.first)) and any(map(self.backend.exists, named))
+        return is_file(tar_path(self.there, shard.first)) and any(map(is_file, named))
 
     def joined(self, folder: Path) -> Range:
         """The range with its tars, whose index and list are written into a folder."""

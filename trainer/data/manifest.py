@@ -22,7 +22,16 @@ from trainer.data.config import SourceOptions
 from trainer.data.parts import WHOLE, Part
 from trainer.settings import settings_of
 from weightserver.common.atomic_files import atomic_write
-from weightserver.common.object_store import absolute, find, is_remote, read, shown, unless_missing
+from weightserver.common.object_store import (
+    ObjectStoreError,
+    Reason,
+    absolute,
+    find,
+    is_remote,
+    read,
+    shown,
+    unless_missing,
+)
 
 FORMAT = 5
 LOCK = ".packing"
@@ -164,7 +173,10 @@ class Manifest:
         """
         path = directory / "manifest.json"
         try:
-            content = json.loads(_read(path))
+            if (text := read_file(path)) is None:
+                nothing = f"{directory} holds no packed images: pack them by pic pack"
+                raise ObjectStoreError(path, Reason.MISSING) if is_remote(path) else ValueError(nothing)
+            content = json.loads(text)
             if content.pop("format") != FORMAT:
                 raise ValueError(
                     f"{shown(path)} is of another version of this program: pack the images again, into a new directory"
@@ -178,10 +190,6 @@ class Manifest:
                 )
             options = settings_of(SourceOptions, content.pop("options"))
             return cls(classes=tuple(content.pop("classes")), options=options, ranges=tuple(ranges), **content)
-        except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(f"{directory} holds no packed images: pack them by pic pack") from None
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror}): check its rights and its disk") from None
         except (TypeError, KeyError, AttributeError, ArithmeticError, UnicodeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{shown(path)} is damaged ({error}): pack the images again, into a new directory"
@@ -190,13 +198,33 @@ class Manifest:
 
 def is_packed(directory: Path) -> bool:
     """Whether the directory holds packed images, complete or not."""
-    path = directory / "manifest.json"
+    return is_file(directory / "manifest.json")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file or object."""
     return find(path) is not None if is_remote(path) else path.is_file()
+
+
+def read_file(path: Path) -> bytes | None:
+    """The content of a small file or object; None if it is missing.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if is_remote(path):
+        return unless_missing(lambda: read(path))
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): check its rights and its disk") from None
 
 
 def _is_file(source: Path) -> bool:
     """Whether a source is a list, an archive or numbered archives, rather than a folder."""
-    return bool(numbered(source)) or (find(source) is not None if is_remote(source) else source.is_file())
+    return bool(numbered(source)) or is_file(source)
 
 
 def packs_in(directory: Path) -> list[Path]:
@@ -208,10 +236,6 @@ def manifests_in(directory: Path) -> dict[Path, Manifest]:
     """The manifests of a pack by directory: its own, and that of its test images, if any; none before it is planned."""
     manifests = {each: Manifest.load(each) for each in packs_in(directory)}
     return manifests if directory in manifests else {}
-
-
-def _read(path: Path) -> bytes:
-    return read(path) if is_remote(path) else path.read_bytes()
 
 
 def listing_path(directory: Path, first: int) -> Path:
@@ -238,13 +262,7 @@ def line_of(shard: Shard) -> bytes:
 def _shards_in(directory: Path, part: Range, *, is_last: bool) -> tuple[Shard, ...]:
     """The tars in the list of a range; none if there is no list yet."""
     path, tars = shards_path(directory, part.first), part.tars(WHOLE)
-    try:
-        content = unless_missing(lambda: read(path)) if is_remote(path) else path.read_bytes()
-    except FileNotFoundError:
-        content = None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): check its rights and its disk") from None
-    if content is None:
+    if (content := read_file(path)) is None:
         return ()
     try:
         shards = tuple(Shard(**json.loads(line)) for line in content.splitlines())

@@ -9,30 +9,19 @@ was killed and continued, or made in parts, has the same bytes, on a disk and in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 from trainer.data.config import SourceOptions
 from trainer.data.finished_tars import FinishedTars, backend_of, joined_meanwhile, listing_of
-from trainer.data.index import damage_of_index
-from trainer.data.manifest import (
-    LOCK,
-    Manifest,
-    Range,
-    index_path,
-    listing_path,
-    manifests_in,
-    shards_path,
-    tar_path,
-)
+from trainer.data.manifest import LOCK, Manifest, index_path, manifests_in, shards_path
 from trainer.data.pack_plan import PackOptions as PackOptions
 from trainer.data.packer import Packer
 from trainer.data.parts import WHOLE
 from trainer.data.planning import planned_pack
 from trainer.data.reading import counted
 from trainer.display import counting, stage
-from weightserver.common.atomic_files import locked, sha256
+from weightserver.common.atomic_files import locked
 from weightserver.common.object_store import is_remote, shown
 from weightserver.common.threads import in_other_thread
 
@@ -117,23 +106,8 @@ def _merged(target: Path, options: SourceOptions) -> Manifest:
 
 
 def verify(directory: Path) -> list[str]:
-    """Compares the packed files with the manifest's checksums; returns a line for each that differs, and one for a
-    pack that is not finished."""
+    """Compares the files of a pack with the manifest: on a disk their content, in a bucket the lengths of tars and the
+    SHA-256 that uploads noted. Returns a line for each that differs, and one for a pack that is not finished."""
     manifest = Manifest.load(directory)
-    missing = []
-    if not manifest.complete:
-        missing.append(f"{directory} is not finished: repeat the command that packs it; 'pic pack merge' joins parts")
-    return missing + [line for part in manifest.ranges for line in _damage(directory, part)]
-
-
-def _damage(directory: Path, part: Range) -> Iterator[str]:
-    index = index_path(directory, part.first)
-    digests = {listing_path(directory, part.first): part.listing_sha256}
-    digests |= {tar_path(directory, shard.first): shard.sha256 for shard in part.shards}
-    for path in (*digests, index) if part.shards else digests:
-        if not path.is_file():
-            yield f"{path} is missing"
-        elif path != index and sha256(path) != digests[path]:
-            yield f"{path} is damaged"
-    if index.is_file():
-        yield from damage_of_index(index, part)
+    unfinished = f"{shown(directory)} is not finished: repeat the command that packs it; 'pic pack merge' joins parts"
+    return [*([] if manifest.complete else [unfinished]), *backend_of(directory).damage(directory, manifest)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -17,6 +17,7 @@ from xxhash import xxh3_128_digest
 from trainer.cores import usable_cores
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
+from trainer.data.finished_tars import listing_of
 from trainer.data.listing import NO_LABEL, Entry, Listing
 from trainer.data.manifest import Manifest, Range, listing_path, manifests_in
 from trainer.data.parts import WHOLE, Part
@@ -28,8 +29,6 @@ from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import absolute, is_remote, shown
 
 _MEASURED = 1_000
-Listings = Callable[[Range], Path]
-"""The file with the listing of a range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,6 @@ def planned(
     split: Split,
     before: Manifest | None,
     place: Path,
-    listings: Listings,
     output: Path,
     options: PackOptions,
     known: tuple[str, ...] = (),
@@ -67,8 +65,7 @@ def planned(
 
     Args:
         before: the existing one; if a range of it is not complete, that is packed first.
-        place: of the pack, for messages.
-        listings: the existing ones.
+        place: of the pack.
         output: folder for a new listing.
         known: classes of the training images, whose numbers those of test images are.
 
@@ -81,9 +78,9 @@ def planned(
         seed = options.order_seed or 0
         manifest = Manifest(order_seed=seed, labelled=split.labelled, classes=(), options=options.source, ranges=())
         return _with_range(manifest, split, split.listing, output, options, known)
-    for wrong, remedy in _contradictions(before, split, options):
-        raise _another(place, wrong, remedy)
-    added = _added(split, before, listings) if before.complete else None
+    _check_options(before, place, options)
+    _check_split(before, place, split)
+    added = _added(split, before, place, options) if before.complete else None
     return _with_range(before, split, added, output, options, known) if added else before
 
 
@@ -100,12 +97,12 @@ def begun(source: Path, output: Path, options: PackOptions) -> dict[Path, Manife
     joined = manifests.values() if options.part else (manifests[output],)  # which is planned last, and joined last
     if options.extend and all(manifest.complete for manifest in joined):
         return {}
-    for wrong, remedy in _contradictions_of_options(manifests[output], options):
-        raise _another(output, wrong, remedy)
+    _check_options(manifests[output], output, options)
     last = manifests[output].ranges[-1]
     is_split = not is_remote(source) and last.source == str(absolute(source))
     if not is_split and not last.is_of(source):
-        raise _another(output, *_of_other_images(manifests[output]))
+        remedy = "give --extend to add these" if manifests[output].complete else "finish packing those first"
+        raise _another(output, f"holds images of {last.source}", remedy)
     if options.extend and options.part in (None, WHOLE):  # by which a plan for Ray is made
         line = f"{last.source}: packing what was listed before; repeat --extend to add newer images"
         say(Remark(line, source=last.source))
@@ -117,31 +114,26 @@ def _another(place: Path, wrong: str, remedy: str) -> ValueError:
     return ValueError(f"{shown(place)} {wrong}: {remedy}, or give another directory")
 
 
-def _contradictions(manifest: Manifest, split: Split, options: PackOptions) -> Iterator[tuple[str, str]]:
-    """What keeps a pack from being the one that is asked for, or from becoming it, each with a remedy."""
-    yield from _contradictions_of_options(manifest, options)
+def _check_options(manifest: Manifest, place: Path, options: PackOptions) -> None:
+    """Raises ValueError if a pack is not the one that is asked for."""
+    if options.order_seed not in (None, manifest.order_seed):
+        wrong = f"is packed in the order of seed {manifest.order_seed}, not {options.order_seed}"
+        raise _another(place, wrong, f"give --order-seed {manifest.order_seed}")
+    if differing := manifest.options.differing(options.source):
+        raise _another(place, f"was packed with {differing}", "omit that")
+
+
+def _check_split(manifest: Manifest, place: Path, split: Split) -> None:
+    """Raises ValueError if images of a split cannot be added to a pack."""
     root = split.listing.root
     for part in manifest.ranges if is_remote(root) else ():  # before, ranges had the names of copies in --cache-dir
         cache, copy, _ = f"{part.root}/".partition(f"/sources/{root.parts[1]}/")
         if copy:
-            remedy = f"replace {cache}/sources/ by s3:// in its manifest.json if it does"
-            yield f"may hold images of {shown(root)} already, by the name of their copy {part.root}", remedy
+            wrong = f"may hold images of {shown(root)} already, by the name of their copy {part.root}"
+            raise _another(place, wrong, f"replace {cache}/sources/ by s3:// in its manifest.json if it does")
     kind = kind_of_labels(manifest.labelled, manifest.classes)
     if split.kind_of_labels != kind:
-        yield f"has {kind}, {split.source} {split.kind_of_labels}", "add images of the same kind"
-
-
-def _of_other_images(manifest: Manifest) -> tuple[str, str]:
-    remedy = "give --extend to add these" if manifest.complete else "finish packing those first"
-    return f"holds images of {manifest.ranges[-1].source}", remedy
-
-
-def _contradictions_of_options(manifest: Manifest, options: PackOptions) -> Iterator[tuple[str, str]]:
-    if options.order_seed not in (None, manifest.order_seed):
-        wrong = f"is packed in the order of seed {manifest.order_seed}, not {options.order_seed}"
-        yield wrong, f"give --order-seed {manifest.order_seed}"
-    if differing := manifest.options.differing(options.source):
-        yield f"was packed with {differing}", "omit that"
+        raise _another(place, f"has {kind}, {split.source} {split.kind_of_labels}", "add images of the same kind")
 
 
 def _with_range(
@@ -185,7 +177,7 @@ def _with_range(
     return replace(manifest, classes=names, ranges=(*manifest.ranges, part))
 
 
-def _added(split: Split, manifest: Manifest, listings: Listings) -> Listing | None:
+def _added(split: Split, manifest: Manifest, pack: Path, options: PackOptions) -> Listing | None:
     """The images of a split that are not packed yet, by their paths; None if all are.
 
     Raises:
@@ -195,7 +187,7 @@ def _added(split: Split, manifest: Manifest, listings: Listings) -> Listing | No
 
     def places() -> Iterator[bytes]:
         for part in manifest.ranges:
-            listing = Listing.open(listings(part), Path(part.root))
+            listing = Listing.open(listing_of(pack, part, options.source), Path(part.root))
             for entry in listing:
                 if entry.length == IN_TABLE:
                     marks[listing.root / entry.path] = entry.offset

@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from trainer.data.bucket_packs import claimed, send, unclaim
 from trainer.data.bucket_sources import local_source
-from trainer.data.finished_tars import backend_of, check_unused, listing_of, notes_in
+from trainer.data.finished_tars import backend_of, check_unused, notes_in
 from trainer.data.manifest import LOCK, Manifest, is_packed, listing_path, manifests_in, shards_path
 from trainer.data.pack_plan import PackOptions, begun, planned
 from trainer.data.reading import Reading, read_source
@@ -97,9 +96,8 @@ def _planned(
         here = folder / there.relative_to(target)
         here.mkdir(exist_ok=True)
         extended = replace(options, extend=options.extend and (there == target or there in before))
-        listings = partial(listing_of, there, options=options.source)
         known = plans[target].classes if plans else ()
-        plans[there] = planned(split, before.get(there), there, listings, here, extended, known)
+        plans[there] = planned(split, before.get(there), there, here, extended, known)
     return plans
 
 

@@ -28,7 +28,6 @@ from trainer.data import tables
 from trainer.data.config import SourceOptions
 from trainer.data.datasets import load_dataset
 from trainer.data.decoded_images import DecodedImages
-from trainer.data.finished_tars import listing_of
 from trainer.data.inspection import inspect_source
 from trainer.data.left_out import Reason
 from trainer.data.listing import NO_LABEL, Entry, Listing
@@ -270,9 +269,8 @@ def test_a_listing_takes_little_more_memory_than_its_lines(tmp_path: Path, monke
         manifest = Manifest(order_seed=0, labelled=False, classes=(), ranges=(range_,))
         manifest.save(output)
         listing, counts = Listing(lines, Path("/a")), Counter({NO_LABEL: number})
-        listings = partial(listing_of, output, options=SourceOptions())
         split = Split(name="", source="/a", listing=listing, classes=(), counts=counts)
-        peaks.append(peak_memory(partial(planned, split, manifest, output, listings, output, PackOptions())))
+        peaks.append(peak_memory(partial(planned, split, manifest, output, output, PackOptions())))
     assert (peaks[1] - peaks[0]) / 3_000 < 2 * 16, peaks
 
 
