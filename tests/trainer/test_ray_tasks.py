@@ -38,7 +38,7 @@ PACK = """
 import sys
 from pathlib import Path
 from trainer.data.pack import PackOptions
-from trainer.data.pack_on_ray import pack_on_ray
+from trainer.data.pack import pack_on_ray
 from trainer.stopping import exit_on_error
 
 with exit_on_error("pack"):
@@ -53,7 +53,7 @@ from tests.helpers.image_tree import plain_tree
 from tests.helpers.object_store import url_to_make_bucket
 from trainer.data.config import SourceOptions
 from trainer.data.pack import PackOptions
-from trainer.data.pack_on_ray import pack_on_ray
+from trainer.data.pack import pack_on_ray
 from weightserver.common.object_store import below, read
 
 source, copy, address, store = sys.argv[1:]

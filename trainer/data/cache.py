@@ -14,7 +14,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from trainer.data.config import SourceOptions
 from weightserver.common.atomic_files import locked
 from weightserver.common.object_store import ObjectStoreError, Reason, copy_range
 
@@ -72,11 +71,6 @@ class Cache:
             with locked(self._locks / "size") as descriptor:
                 os.ftruncate(descriptor, 0)  # counted anew
         weakref.finalize(self, _end, self._queue)
-
-    @classmethod
-    def of(cls, options: SourceOptions) -> Cache:
-        """The cache that options name. Raises ValueError if they name none."""
-        return cls(options.in_cache(), options.cache_bytes)
 
     def fetched(self, piece: Piece) -> Path:
         """A file with the bytes of a piece, which is fetched unless it is there. The file may be removed at any time.

@@ -11,8 +11,7 @@ from trainer.data.bucket_packs import upload_pack
 from trainer.data.config import SourceOptions
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed, packs_in
-from trainer.data.pack import PackOptions, merge, pack, verify
-from trainer.data.pack_on_ray import pack_on_ray
+from trainer.data.pack import PackOptions, merge, pack, pack_on_ray, verify
 from trainer.data.parts import check_part_arguments
 from trainer.data.reading import check_source, counted
 from trainer.data.source_arguments import source_options

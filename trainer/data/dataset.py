@@ -1,6 +1,7 @@
 """A data set: images and labels, in memory or decoded for each use."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 
 from trainer.data.decoded_images import DecodedImages
-from trainer.data.labels import LabelsField, StoredLabels
 from trainer.data.listing import NO_LABEL
 from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
 from trainer.data.reading import Reading
@@ -36,13 +36,44 @@ class TrainImages(Protocol):
         """Copies the images to `device`, where ids have to be too."""
 
 
+@dataclass(frozen=True)
+class StoredLabels:
+    """Labels of known number, which are read on first use: training never reads them."""
+
+    count: int
+    """N."""
+    read: Callable[[], Tensor]
+    """Reads the labels, int64 [N]."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class LabelsField:
+    """A dataclass field that is set to a tensor, int64 [N], or to `StoredLabels`, and always read as a tensor."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, instance: object, labels: Tensor | StoredLabels) -> None:
+        vars(instance)[self._name] = labels
+
+    def __get__(self, instance: object, owner: type | None = None) -> Tensor:
+        if instance is None:
+            raise AttributeError(self._name)  # tells the dataclass that the field has no default
+        labels: Tensor | StoredLabels = vars(instance)[self._name]
+        if isinstance(labels, StoredLabels):
+            labels = vars(instance)[self._name] = labels.read()
+        return labels
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
     """Images and, except for generated ones, their labels. Training never reads a label; evaluation does."""
 
     train_images: TrainImages
     """uint8 [N, C, H, W]; for decoded images, their centre squares."""
-    train_labels: LabelsField = LabelsField()  # noqa: RUF009 - a descriptor
+    train_labels: LabelsField = LabelsField()
     """int64 [N], or [0] without labels, and then without test images. Stored labels are read when needed."""
     test_images: TrainImages
     """uint8 [M, C, H, W]; no setting is ever chosen on these."""

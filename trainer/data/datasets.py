@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from trainer.data.config import DECODED, FOLDER, PACKED, SourceOptions
-from trainer.data.dataset import NO_TEST_IMAGES, Dataset
+from trainer.data.dataset import NO_TEST_IMAGES, Dataset, StoredLabels
 from trainer.data.decode import decoded_side
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.in_memory import DATASETS
-from trainer.data.labels import StoredLabels
 from trainer.data.left_out import LeftOut, Reason
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import is_packed

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TextIO
 from trainer.data.config import SourceOptions
 from trainer.data.label_texts import label_text
 from trainer.data.left_out import LeftOut, Reason, is_image, quoted
-from trainer.data.tables import IN_TABLE, columns_of, has_paths, mark, num_rows, splits_of, values_of
+from trainer.data.tables import IN_TABLE, mark, open_table, splits_of
 from trainer.data.tree import Folder
 
 _IMAGE_COLUMNS = ("image", "path", "file", "filename", "file_name", "filepath", "image_path", "img", "image_file")
@@ -83,13 +83,14 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
     for shown, split in zip(tables, splits_of(tables), strict=True):
         folder, path = top.folder(split) if split else top, root / shown
         offset = mark(path)  # before its rows are read: a table that is rewritten meanwhile is another one
-        columns = _columns(path, columns_of(path), options)
-        values = values_of(path, columns.label) if columns.label else itertools.repeat(None, num_rows(path))
+        table = open_table(path)
+        columns = _columns(path, table.names, options)
+        values = table.values(columns.label) if columns.label else itertools.repeat(None, table.num_rows)
         labels = (label_text(value, f"{path}, row {row}") for row, value in enumerate(values))
         notes += columns.notes
-        if columns.in_pattern or has_paths(path, columns.image):
+        if columns.in_pattern or table.has_paths(columns.image):
             names = columns.in_pattern or [columns.image]
-            rows = zip(*(values_of(path, name) for name in names), strict=True)
+            rows = zip(*map(table.values, names), strict=True)
             paths = (columns.path(dict(zip(names, row, strict=True))) for row in rows)
             lines = list(map(_Line, (f"row {row}" for row in itertools.count()), paths, labels))
             notes += _add_paths(folder, path, shown, lines, left_out, known)

@@ -10,6 +10,7 @@ was killed and continued, or made in parts, has the same bytes, on a disk and in
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.data.config import SourceOptions
@@ -17,12 +18,13 @@ from trainer.data.finished_tars import FinishedTars, backend_of, joined_meanwhil
 from trainer.data.manifest import LOCK, Manifest, index_path, manifests_in, shards_path
 from trainer.data.pack_plan import PackOptions as PackOptions
 from trainer.data.packer import Packer
-from trainer.data.parts import WHOLE
+from trainer.data.parts import WHOLE, Part
 from trainer.data.planning import planned_pack
 from trainer.data.reading import counted
 from trainer.display import counting, stage
+from trainer.ray_tasks import MOST_PARTS, on_ray
 from weightserver.common.atomic_files import locked
-from weightserver.common.object_store import is_remote, shown
+from weightserver.common.object_store import absolute, is_remote, shown
 from weightserver.common.threads import in_other_thread
 
 
@@ -57,6 +59,30 @@ def pack(source: Path, target: Path, options: PackOptions) -> Manifest:
             return plan.manifests[target]
         with stage("joining the tars"):
             return _merged(target, options.source)
+
+
+def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str | None) -> Manifest:
+    """Packs the images of `source` into `output` as `pack` does, on the cluster at an address of `on_ray`.
+
+    Raises:
+        ValueError, OSError: as `pack`, `merge` and `on_ray`.
+    """
+    source, output = absolute(source), absolute(output)
+    paths = {name: getattr(options.source, name) for name in ("cache_dir", "broken_list")}
+    there = {name: path.resolve() for name, path in paths.items() if path}  # a worker has another working directory
+    options = replace(options, source=replace(options.source, **there))
+    with stage("listing the images"), planned_pack(source, output, replace(options, part=WHOLE)) as plan:
+        manifests = plan.manifests.values()
+    if all(manifest.complete for manifest in manifests):
+        return merge(output, options.source)
+    of = min(MOST_PARTS, max(manifest.ranges[-1].num_tars for manifest in manifests))
+
+    def task(part: Part) -> None:
+        pack(source, output, replace(options, part=part, threads=1, extend=False))
+
+    with stage("packing"), counting("parts", of) as progress:
+        on_ray(task, of, progress.advance, address=address)
+    return merge(output, options.source)
 
 
 def merge(target: Path, options: SourceOptions | None = None) -> Manifest:

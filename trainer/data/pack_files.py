@@ -66,7 +66,7 @@ class CachedFiles:
     """Files in a bucket: whole segments of them are fetched into a cache on a disk."""
 
     def __init__(self, options: SourceOptions) -> None:
-        self._cache = Cache.of(options)
+        self._cache = Cache(options.in_cache(), options.cache_bytes)
 
     def read(self, file: File, offset: int, length: int) -> bytes:
         stop = offset + length

@@ -48,28 +48,9 @@ def splits_of(tables: Sequence[str]) -> list[str]:
     return splits
 
 
-def columns_of(path: Path) -> list[str]:
-    """Names of a table's columns. Raises ValueError if it cannot be read, or pyarrow is missing."""
-    return list(_opened(*version(path)).names)
-
-
-def has_paths(path: Path, column: str) -> bool:
-    """Whether a column has paths; otherwise it has images, as bytes or as structs of bytes and path."""
-    kind = str(_opened(*version(path)).schema.field(column).type)
-    return not kind.startswith("struct") and "binary" not in kind
-
-
-def num_rows(path: Path) -> int:
-    return _opened(*version(path)).starts[-1]
-
-
-def values_of(path: Path, column: str) -> Iterator[Any]:
-    """The values of a column; of one with names of classes, as `datasets` writes them, the names."""
-    table = _opened(*version(path))
-    names = _class_names(table.schema.metadata or {}, column)
-    for part in range(len(table.starts) - 1):
-        for value in table.part(part, column).to_pylist():
-            yield names[value] if names and isinstance(value, int) and 0 <= value < len(names) else value
+def open_table(path: Path) -> Table:
+    """A table, which is kept open. Raises ValueError if it cannot be read, or pyarrow is missing."""
+    return _opened(*version(path))
 
 
 def mark(path: Path) -> int:
@@ -85,7 +66,7 @@ def read_cell(path: Path, member: str, listed: int) -> bytes:
         OSError: there is none.
         ValueError: the table was rewritten since it was listed.
     """
-    table = _opened(*version(path))  # first: one that is replaced before it is opened has another mark
+    table = open_table(path)  # first: one that is replaced before it is opened has another mark
     if mark(path) != listed:
         raise ValueError(
             f"{path} is another table than was listed: put the earlier one back, or list and pack the images again"
@@ -102,8 +83,12 @@ def read_cell(path: Path, member: str, listed: int) -> bytes:
     return content
 
 
-class _Table:
-    """A Parquet file by its row groups, or a stream or file of Arrow by its batches."""
+class Table:
+    """A Parquet file by its row groups, or a stream or file of Arrow by its batches.
+
+    Attributes:
+        names: of its columns.
+    """
 
     def __init__(self, path: str) -> None:
         try:
@@ -130,9 +115,22 @@ class _Table:
                 counts = [self._file.metadata.row_group(group).num_rows for group in groups]
         except (OSError, arrow.ArrowException) as error:
             raise ValueError(f"{path} is not a table that pyarrow can read ({error}): fetch it again") from None
-        self.names = self.schema.names
+        self.names: list[str] = self.schema.names
         self.starts = [0, *itertools.accumulate(counts)]
+        self.num_rows = self.starts[-1]
         self.part = functools.lru_cache(4)(self._part)
+
+    def has_paths(self, column: str) -> bool:
+        """Whether a column has paths; otherwise it has images, as bytes or as structs of bytes and path."""
+        kind = str(self.schema.field(column).type)
+        return not kind.startswith("struct") and "binary" not in kind
+
+    def values(self, column: str) -> Iterator[Any]:
+        """The values of a column; of one with names of classes, as `datasets` writes them, the names."""
+        names = _class_names(self.schema.metadata or {}, column)
+        for part in range(len(self.starts) - 1):
+            for value in self.part(part, column).to_pylist():
+                yield names[value] if names and isinstance(value, int) and 0 <= value < len(names) else value
 
     def _part(self, part: int, column: str) -> Any:
         if self._is_arrow:
@@ -155,9 +153,9 @@ def _mark(path: str, size: int, _: int) -> int:
 
 
 @functools.lru_cache(64)
-def _opened(path: str, *_: int) -> _Table:
+def _opened(path: str, *_: int) -> Table:
     """A table, by its file's `version`."""
-    return _Table(path)
+    return Table(path)
 
 
 def _class_names(metadata: Mapping[bytes, bytes], column: str) -> list[str]:
