@@ -19,6 +19,7 @@ from trainer.settings import flag
 from weightserver.common.atomic_files import to_path
 from weightserver.common.logs import asked_format, log_events, logs_json, print_error
 from weightserver.common.object_store import to_location
+from weightserver.common.processes import ends_with_its_reader
 
 Parsed = TypeVar("Parsed")
 
@@ -27,7 +28,8 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     """Parses the arguments, by default those of the process, and logs from now on in the format that they ask for."""
     given = sys.argv[1:] if arguments is None else arguments
     log_events(asked_format(given))
-    return parser.parse_args(given)
+    with ends_with_its_reader():  # of --help
+        return parser.parse_args(given)
 
 
 def parsed_or_exit(

@@ -200,6 +200,7 @@ def test_few_descriptors_are_told_at_the_start(tmp_path: Path) -> None:
         "weightserver plan --num-rows 1000000 --json",
         "weightserver --help",
         "trainer.pic --help",
+        "trainer.data inspect --help",
         "trainer.pic train fashion-mnist --print-config",
     ],
 )
