@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from weightserver.torch.sampler import WindowSampler
@@ -26,22 +27,15 @@ def first_element(batch: Any) -> Any:
     return batch[0]
 
 
+@dataclass(frozen=True, eq=False)
 class AnnouncedBatches:
     """An iterable over a loader's batches; see `ClassifierHead.announced`."""
 
-    def __init__(
-        self,
-        open_table: Callable[[], object],
-        steps: Steps,
-        loader: Iterable[Any],
-        ids_of: Callable[[Any], Any],
-        batches_per_step: int,
-    ) -> None:
-        self._open_table = open_table
-        self._steps = steps
-        self._loader = loader
-        self._ids_of = ids_of
-        self._batches_per_step = batches_per_step
+    _open_table: Callable[[], object]
+    _steps: Steps
+    _loader: Iterable[Any]
+    _ids_of: Callable[[Any], Any]
+    _batches_per_step: int
 
     @property
     def sampler(self) -> WindowSampler | None:

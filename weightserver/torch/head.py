@@ -591,7 +591,7 @@ class ClassifierHead(nn.Module):
             raise ValueError("no rank has an image: give at least one")
         if isinstance(classes, str) and among is not None:
             among = np.union1d(among, own[own >= 0])
-        comparison = Comparison(table, self._loss, read, rows=among)
+        comparison = Comparison(table, self._loss, read, among)
         return evaluation_of(comparison.compare(embeddings, own, k=min(5, comparison.num_classes)), own)
 
     @torch.no_grad()
@@ -610,7 +610,7 @@ class ClassifierHead(nn.Module):
             check_embeddings(embeddings, len(embeddings), self.spec.dim, self.device)
             check_finite(embeddings)
             among = self._among(classes, np.zeros(0, np.int64), agreement)
-            comparison = Comparison(table, self._loss, read, rows=among)
+            comparison = Comparison(table, self._loss, read, among)
             if not 1 <= checked_integer(k, "k") <= comparison.num_classes:
                 raise ValueError(
                     f"k must lie in 1..{comparison.num_classes}, the number of classes to choose among, got {k}"

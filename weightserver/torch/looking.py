@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -48,22 +49,20 @@ class Compared(NamedTuple):
     """The logits of own rows (B, P), -∞ for none."""
 
 
+@dataclass(frozen=True)
 class Comparison:
-    """The classes that embeddings are compared with: some rows, of which this rank reads its share.
+    """The classes that embeddings are compared with: some rows, of which this rank reads its share."""
 
-    Args:
-        read: returns rows of this rank's share, int64 (n,): float32 (n, D), on the device.
-        rows: strictly increasing int64 (n,), the same on every rank; all of the table if None.
-    """
+    table: Table
+    loss: Loss
+    read: Callable[[Int64Array], Tensor]
+    """Returns rows of this rank's share, int64 (n,): float32 (n, D), on the device."""
+    rows: Int64Array | None
+    """Strictly increasing int64 (n,), the same on every rank; all of the table if None."""
 
-    def __init__(
-        self, table: Table, loss: Loss, read: Callable[[Int64Array], Tensor], *, rows: Int64Array | None = None
-    ) -> None:
-        self._table = table
-        self._loss = loss
-        self._read = read
-        self._rows = rows
-        self.num_classes = table.spec.num_rows if rows is None else len(rows)
+    @property
+    def num_classes(self) -> int:
+        return self.table.spec.num_rows if self.rows is None else len(self.rows)
 
     def compare(self, embeddings: Tensor, own: Int64Array | None = None, *, k: int) -> Compared:
         """Compares the embeddings, float (b, D), of all ranks; all ranks call it, each with any number of its own.
@@ -72,13 +71,13 @@ class Comparison:
             own: the own rows of all ranks' images, int64 (B, P); -1 for none.
             k: number of nearest rows to find; at most `num_classes`.
         """
-        ranks, device = self._table.ranks, self._table.ranks.device
+        ranks, device = self.table.ranks, self.table.ranks.device
         with torch.autocast(device.type, enabled=False):
             features = embeddings.float()
-            features = F.normalize(features) if self._loss.cosines else features
+            features = F.normalize(features) if self.loss.cosines else features
             parts = gathered_parts(features, ranks)
             first = sum(map(len, parts[: ranks.rank]))
-            features = torch.cat(parts) / self._loss.divisor  # (B, D)
+            features = torch.cat(parts) / self.loss.divisor  # (B, D)
             own = np.zeros((len(features), 0), np.int64) if own is None else own
             images = torch.arange(len(features), device=device)
             best = features.new_full((len(features), k), -math.inf)
@@ -87,7 +86,7 @@ class Comparison:
             of_own = features.new_full(own.shape, -math.inf)
             with closing(computed_ahead(self._shares(), ahead=1, name="rows-to-compare")) as shares:
                 for rows, weight in shares:
-                    weight = F.normalize(weight) if self._loss.cosines else weight
+                    weight = F.normalize(weight) if self.loss.cosines else weight
                     position = np.searchsorted(rows, own).clip(max=len(rows) - 1)
                     image, column = np.nonzero(rows[position] == own)
                     pair = torch.from_numpy(np.stack([image, column, position[image, column]])).to(device)
@@ -107,13 +106,13 @@ class Comparison:
 
     def _shares(self) -> Iterator[tuple[Int64Array, Tensor]]:
         """This rank's rows, some at a time, with their values."""
-        at_a_time = _ROWS_AT_A_TIME * self._table.ranks.world_size
+        at_a_time = _ROWS_AT_A_TIME * self.table.ranks.world_size
         for start in range(0, self.num_classes, at_a_time):
             stop = min(self.num_classes, start + at_a_time)
-            rows = np.arange(start, stop) if self._rows is None else self._rows[start:stop]
-            rows = self._table.owners.mine(rows)
+            rows = np.arange(start, stop) if self.rows is None else self.rows[start:stop]
+            rows = self.table.owners.mine(rows)
             if len(rows):
-                yield rows, self._read(rows)
+                yield rows, self.read(rows)
 
 
 def _best(values: Tensor, numbers: Tensor, k: int) -> tuple[Tensor, Tensor]:

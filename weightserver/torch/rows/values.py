@@ -94,7 +94,7 @@ class SlotValues:
         """A copy of the raw state of rows in slots, int64 (n,) each; a GPU makes it while training continues."""
         chosen = self._tensor(slots)
         values = HostCopy([self.weight[chosen], self.momentum_buffer[chosen]])
-        return LeavingRows(rows, values, self.last_step[slots], precision=self._precision)
+        return LeavingRows(rows, values, self.last_step[slots], self._precision)
 
     def correct(self, slots: Int64Array, step: int) -> Int64Array:
         """Corrects the rows in `slots` up to `step`; on a CPU with the same bits as the servers' correction.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,32 +17,28 @@ from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy
 
 
+@dataclass(frozen=True, eq=False)
 class LeavingRows:
     """The raw state of n rows that leave; its copy from a GPU to the host may still be in progress.
 
     It is rounded as the servers store it, so that a row is the same whether it is taken from the queue or fetched.
-
-    Args:
-        rows: int64 [n].
-        values: weight and momentum_buffer, float32 [n, dim] each.
     """
 
-    def __init__(self, rows: Int64Array, values: HostCopy, last_step: Int64Array, *, precision: Precision) -> None:
-        self.rows = rows
-        self._values = values
-        self._last_step = last_step
-        self._precision = precision
+    rows: Int64Array  # (n,)
+    values: HostCopy  # weight and momentum_buffer, float32 (n, D) each
+    last_step: Int64Array  # (n,)
+    precision: Precision
 
     @cached_property
     def state(self) -> RowState:
         """Waits for the copy; any thread may ask for it. Raises StepError if a row is infinite or NaN."""
-        weight, momentum_buffer = (values.numpy() for values in self._values.wait())
-        require_finite(self.rows, int(self._last_step.max(initial=0)) - 1, weight, momentum_buffer)
-        as_stored = self._precision.as_if_stored
+        weight, momentum_buffer = (values.numpy() for values in self.values.wait())
+        require_finite(self.rows, int(self.last_step.max(initial=0)) - 1, weight, momentum_buffer)
+        as_stored = self.precision.as_if_stored
         return RowState(
-            weight=as_stored(weight, self.rows, self._last_step, WEIGHT),
-            momentum_buffer=as_stored(momentum_buffer, self.rows, self._last_step, MOMENTUM_BUFFER),
-            last_step=self._last_step,
+            weight=as_stored(weight, self.rows, self.last_step, WEIGHT),
+            momentum_buffer=as_stored(momentum_buffer, self.rows, self.last_step, MOMENTUM_BUFFER),
+            last_step=self.last_step,
         )
 
 
