@@ -61,16 +61,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def require_process(process: int) -> None:
-    """Raises ValueError in a fork of the process by that id."""
-    if process != os.getpid():
-        raise ValueError(
-            f"this client was made in another process ({process}) and cannot be used in a fork of it: make one in each "
-            "process, for example in a DataLoader's worker_init_fn, with multiprocessing_context='forkserver' if other "
-            "threads use a client meanwhile"
-        )
-
-
 def require_grpc() -> None:
     """Raises ValueError in a process that was forked while a thread was within gRPC, whose locks nobody gives back."""
     if _is_cut_off:
@@ -160,7 +150,7 @@ class Channels:
     def __init__(self, address: str, credentials: Credentials) -> None:
         require_grpc()  # here: a thread that such a process starts has ended it (Python 3.12)
         self.address, self._credentials = address, credentials
-        self._process, self._lock = os.getpid(), threading.Lock()
+        self._lock = threading.Lock()
         self._is_closed = False
         self._newest: dict[bool, Channel] = {}
         """The newest channel of the main thread, and of the others."""
@@ -170,9 +160,8 @@ class Channels:
         """The channel for a call, which ends with `leave`, wherever a signal interrupts it.
 
         Raises:
-            ValueError: they are closed, or were made by another process.
+            ValueError: they are closed.
         """
-        require_process(self._process)
         is_main = threading.current_thread() is threading.main_thread()
         with self._lock:
             self.require_open()

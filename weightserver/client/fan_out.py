@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from weightserver.client import threads
 from weightserver.client.calls import WATCH
-from weightserver.client.channels import CLOSED, require_process
+from weightserver.client.channels import CLOSED
 from weightserver.client.connection import ShardConnection
 from weightserver.client.threads import raise_first
 from weightserver.common.version import __version__, works_with
@@ -98,7 +98,12 @@ class Shards:
     def require_usable(self) -> None:
         """Raises ValueError if they are closed, or were made in a process of which this one is a fork: neither the
         threads nor the locks of gRPC are usable here. Every call of a client passes here before it takes a lock."""
-        require_process(self._process)
+        if self.are_inherited:
+            raise ValueError(
+                f"this client was made in another process ({self._process}) and cannot be used in a fork of it: make "
+                "one in each process, for example in a DataLoader's worker_init_fn, with "
+                "multiprocessing_context='forkserver' if other threads use a client meanwhile"
+            )
         if self._closed:
             raise ValueError(CLOSED)
 
