@@ -1,5 +1,7 @@
-"""The checker of histories: hand-made ones that have an order, and ones that have none. Real ones are in
-tests/integration/test_histories.py."""
+"""The checker of histories notices those that have no order.
+
+Real ones, which it accepts, are in tests/integration/test_histories.py.
+"""
 
 from __future__ import annotations
 
@@ -88,129 +90,12 @@ def written(path: Path, write: Writer) -> Path:
 
 
 Writer = Callable[[Script], None]
-HAVE_AN_ORDER: list[Writer] = []
 HAVE_NONE: list[Writer] = []
-
-
-def has_an_order(write: Writer) -> Writer:
-    HAVE_AN_ORDER.append(write)
-    return write
 
 
 def has_none(write: Writer) -> Writer:
     HAVE_NONE.append(write)
     return write
-
-
-# ---- histories that have an order
-
-
-@has_an_order
-def pushes_one_after_another(h: Script) -> None:
-    h.pushed([0, 1, 2])
-    h.pushed([1, 1], 2, step=3)  # a repeated row adds up
-    h.seen(ALL, [-1, -5, -1, 0, 0, 0, 0, 0])
-
-
-@has_an_order
-def a_push_made_again_counts_once(h: Script) -> None:
-    push = h.push([0, 2])
-    h.unknown(push)
-    h.seen([0, 2], [-1, 0])
-    h.again(push)
-    h.done(push)
-    h.seen([0, 2], [-1, -1])
-
-
-@has_an_order
-def a_fetch_is_refused_for_a_failed_push(h: Script) -> None:
-    h.unknown(h.push([0], step=4))
-    h.refused(h.fetch([0], step=4), "StepError")
-    h.seen([0], [-1], step=5)
-
-
-@has_an_order
-def a_failed_push_took_effect_before_the_next_session(h: Script) -> None:
-    h.unknown(h.push([0]))
-    h.opened(2)
-    h.seen([0], [-1])
-
-
-@has_an_order
-def a_fenced_push_took_effect_before_the_next_session(h: Script) -> None:
-    push = h.push([0])
-    h.opened(2)
-    h.refused(push, "FencedError")
-    h.seen([0], [-1])
-
-
-@has_an_order
-def a_fenced_push_reached_the_shard_that_was_not_opened_yet(h: Script) -> None:
-    opening = h.begin(WeightClient.open_session, "operator", 0, name="run")
-    h.refused(h.push([0, 2]), "FencedError", shard=0)
-    h.done(opening, epoch=2)
-    h.seen([0, 2], [0, -1])
-    h.pushed([0, 2], epoch=2)
-    h.seen([0, 2], [-1, -2])
-
-
-@has_an_order
-def a_rollback_takes_back_what_came_after(h: Script) -> None:
-    h.pushed([0])
-    h.changed(WeightClient.checkpoint)
-    h.pushed([0, 2], 10, step=6)
-    h.seen([0, 2], [-11, -10])
-    h.seen([0, 2], [-1, 0], checkpoint="kept", step=3)
-    h.changed(WeightClient.rollback)
-    h.seen([0, 2], [-1, 0], step=3)
-    h.changed(WeightClient.release)
-    h.refused(h.fetch([0], checkpoint="kept"), "NoTableError")
-
-
-@has_an_order
-def a_checkpoint_holds_some_of_the_concurrent_pushes(h: Script) -> None:
-    pushes = [h.push([0], 1), h.push([0], 10), h.push([0], 100)]
-    checkpoint = h.change(WeightClient.checkpoint)
-    h.done(checkpoint)
-    for push in pushes:
-        h.done(push)
-    h.seen([0], [-111])
-    h.seen([0], [-101], checkpoint="kept")
-    h.changed(WeightClient.rollback)
-    h.seen([0], [-101])
-
-
-@has_an_order
-def a_failed_rollback_comes_late(h: Script) -> None:
-    h.changed(WeightClient.checkpoint)
-    h.pushed([0])
-    h.unknown(h.change(WeightClient.rollback))
-    h.seen([0], [-1])
-    h.seen([0], [0])
-
-
-@has_an_order
-def a_failed_checkpoint_is_found(h: Script) -> None:
-    h.unknown(h.change(WeightClient.checkpoint))
-    h.pushed([0], client="other")
-    h.pushed([0], 10, client="other")
-    h.seen([0], [-1], checkpoint="kept")
-
-
-@has_an_order
-def a_failed_release_comes_before_the_next_push_of_its_writer(h: Script) -> None:
-    h.changed(WeightClient.checkpoint)
-    h.unknown(h.change(WeightClient.release))
-    h.pushed([0])
-    h.refused(h.fetch([0], checkpoint="kept"), "NoTableError")
-
-
-@pytest.mark.parametrize("write", HAVE_AN_ORDER, ids=lambda write: write.__name__)
-def test_is_accepted(write: Writer, tmp_path: Path) -> None:
-    assert check(written(tmp_path, write)).num_calls > 1
-
-
-# ---- histories that have none
 
 
 @has_none
@@ -424,10 +309,12 @@ def test_a_refusal_says_what_cannot_be_ordered(tmp_path: Path) -> None:
 
 
 def test_a_history_that_breaks_off_is_read_up_to_there(tmp_path: Path) -> None:
-    path = written(tmp_path, pushes_one_after_another)
+    def write(h: Script) -> None:
+        h.pushed([0, 1, 2])
+        h.pushed([1, 1], 2, step=3)  # a repeated row adds up
+        h.seen(ALL, [-1, -5, -1, 0, 0, 0, 0, 0])
+
+    path = written(tmp_path, write)
     path.write_text(path.read_text()[:-5])
     assert [call.outcome for call in History.load(path).calls] == ["done", "done", "done", "unknown"]
     assert check(path).num_calls == 4
-
-
-# ---- the model

@@ -15,7 +15,6 @@ import pytest
 from experiments import million
 from experiments.__main__ import DOCS, RESULTS
 from experiments.cells import KNN, LINEAR, Cell, Claim, Table
-from experiments.claims import unlike
 from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.page import (
     APPENDIX,
@@ -30,7 +29,7 @@ from experiments.page import (
 from experiments.plots import curves, draw, draw_curves, points
 from experiments.results import RUNS_FILE, Run, load, seeds_of
 from experiments.tables import TABLES
-from experiments.tables.cifar import BEYOND, LARGER, METHODS, NEGATIVES
+from experiments.tables.cifar import BEYOND, METHODS, NEGATIVES
 from experiments.tables.fashion import BEYOND as BEYOND_ON_FASHION_MNIST
 from experiments.tables.fashion import COMPONENTS
 
@@ -201,19 +200,6 @@ def test_claims_of_the_paper_stand_at_the_beginning_and_say_what_has_run() -> No
     assert of_both in text_of([NEGATIVES], {}), "of both cells, where they differ"
     corrected = [claim.paper for claim in NEGATIVES.claims if claim.text.startswith("the correction") and claim.paper]
     assert len(corrected) == 3, "at each K that the paper has"
-
-
-def test_a_cells_proportions_are_compared_with_those_of_the_papers_run_like_it() -> None:
-    """Not with its default: K is 2¹⁸ or all images where a cell's is; ImageNet-11K's images are those of the larger."""
-    many, everything = (next(c for c in NEGATIVES.cells if c.name == name) for name in ("K = 0.4 N", "K = N"))
-    assert unlike(many) == "η·N/B 15 for 150, K/N 0.4 for 0.2, K/B 25 for 512"
-    assert unlike(everything) == "η·N/B 15 for 150, K/B 62 for 2,502"
-    window = next(cell for cell in LARGER.cells if cell.name == "window, 25 epochs")
-    assert unlike(window) == "η·N/B 90 for 875, K/B 3.2 for 128, W/B 6.5 for 256"
-    faster = replace(window, settings={**window.settings, "init_std": 0.056})
-    assert unlike(faster).startswith("first turn 0.39 for 0.095, ")
-    plain = replace(window, settings={**window.settings, "softmax": "plain"})
-    assert unlike(plain) == unlike(window), "its rows have no turns to compare"
 
 
 def test_curves_are_means_over_the_seeds_of_cells_with_two(tmp_path: Path) -> None:

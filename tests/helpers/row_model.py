@@ -1,6 +1,6 @@
 """The model of rows: SGD in float64, update by update. Every test of rows compares with it or with torch.optim.SGD.
 
-It does not import torch, for tests that run without it; tests/test_row_model.py compares it with torch.optim.SGD.
+It does not import torch, for tests that run without it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RowModel:
     """How rows move: Equation (2) of the paper in each update, and the variant of the correction in a gap.
 
     `spec.correction`: True makes up for each missed update with its own learning rate, "paper" for as many with the
-    learning rate of the newest, False for none.
+    learning rate of the newest.
     """
 
     def __init__(self, spec: TableSpec, learning_rates: npt.ArrayLike) -> None:
@@ -62,7 +62,7 @@ class RowModel:
         for missed in reversed(range(step)):
             (weight, momentum), newest = np.eye(2), self.spec.correction == "paper"
             idle = self.updated(weight, momentum, step - 1 if newest else missed)
-            transfers[missed] = transfers[missed + 1] @ idle if self.spec.correction else np.eye(2)
+            transfers[missed] = transfers[missed + 1] @ idle
         return transfers
 
     def _impulses(self, step: int) -> Float64Array:

@@ -57,20 +57,6 @@ def test_the_loss_equals_the_formula(
     expected.weight.assert_near(weight.grad, "weight")
 
 
-def test_the_formula_is_torchs_in_float64() -> None:
-    """The oracle, written out with its gradients, equals autograd of torch's own cross_entropy."""
-    features, weight = inputs(6, 9, dtype=torch.float64)
-    labels = labels_of(6, 9, 1)
-    cosines = torch.nn.functional.cosine_similarity(features[:, None], weight[None], dim=2)
-    loss = torch.nn.functional.cross_entropy(cosines / 0.2, labels)
-    loss.backward()
-    expected = numerics.softmax_loss(features, weight, labels, temperature=0.2)
-    expected.loss.assert_near(loss)
-    expected.features.assert_near(features.grad)
-    expected.weight.assert_near(weight.grad)
-    assert expected.loss.error < 1e-13
-
-
 def test_the_bounds_are_tight_enough_to_find_faults() -> None:
     """They detect a temperature off by a thousandth, a wrong label, and a mean without one image."""
     (features, weight), labels = inputs(6, 9), labels_of(6, 9, 1)
