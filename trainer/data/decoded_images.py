@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from trainer.cores import decode_threads
 from trainer.data.augment import Augmentation
 from trainer.data.config import SourceOptions
 from trainer.data.decode import BrokenImageError, Crop, ImageFacts, centre, decode, facts, why
+from trainer.data.listing import Listing
+from trainer.data.packed import PackedImages
 from weightserver.common.logs import Remark
 from weightserver.core.arrays import Float32Array, Int64Array
 
@@ -28,30 +30,6 @@ NUM_CHANNELS = 3
 _named: set[str] = set()
 """Lines about broken images that this process has shown; `SourceOptions.limit_of_broken` and surveys bound their
 number."""
-
-
-class EncodedImages(Protocol):
-    """N encoded images: a `Listing` of files, or `PackedImages`. Thread-safe."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, image: int, /) -> bytes:
-        """The encoded bytes of image 0..N-1. Raises OSError if they cannot be read."""
-
-    def path(self, image: int, /) -> str:
-        """Path of an image's file when it was listed; in a tar, followed by a colon and the member's name."""
-
-    def positions(self, images: Int64Array, /) -> Int64Array:
-        """Positions, int64 [n], in whose order images (int64 [n]) are read fastest."""
-
-    def read_ahead(self, images: Int64Array, /) -> float:
-        """Begins to read images, int64 [n]; returns how much of what may be read ahead that is, 0 … 1."""
-
-    def between(self, start: int, stop: int, /) -> Int64Array:
-        """The images at positions start … stop−1, ascending: int64 [n]."""
-
-    def replaced(self, images: Int64Array, /) -> Int64Array:
-        """Finds which of `images` (int64 [n]) others stand for, as packing found them broken: ascending int64 [m]."""
 
 
 class Chosen:
@@ -81,6 +59,10 @@ class Chosen:
 
     def replaced(self, images: Int64Array) -> Int64Array:
         return np.sort(images[np.isin(self._ids[images], self._images.replaced(self._ids[images]))])
+
+
+EncodedImages = Listing | PackedImages | Chosen
+"""N encoded images. Thread-safe."""
 
 
 def named(lines: Iterable[str]) -> None:

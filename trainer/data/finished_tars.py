@@ -112,15 +112,14 @@ class Disk:
     def damage(self, there: Path, manifest: Manifest) -> Iterator[str]:
         """A line for each file that differs from what a manifest says, as far as that range is finished."""
         for part in manifest.ranges:
-            index, digests = index_path(there, part.first), {listing_path(there, part.first): part.listing_sha256}
-            digests |= {tar_path(there, shard.first): shard.sha256 for shard in part.shards}
-            for path in (*digests, index) if part.shards else digests:
+            listing = {listing_path(there, part.first): part.listing_sha256}
+            for path, digest in (part.digests(there) if part.shards else listing).items():
                 if not path.is_file():
                     yield f"{path} is missing"
-                elif path != index and sha256(path) != digests[path]:
+                elif path == index_path(there, part.first):
+                    yield from damage_of_index(path, part)
+                elif sha256(path) != digest:
                     yield f"{path} is damaged"
-            if index.is_file():
-                yield from damage_of_index(index, part)
 
     def work_folder(self, target: Path, name: str, options: SourceOptions) -> AbstractContextManager[Path]:
         """An empty folder for the files of one process, which is removed afterwards.

@@ -110,11 +110,10 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> Plan:
     if options.part and options.part.number:
         options.source.in_cache()  # which may be missing: refused before the wait
         _wait_for_the_plan(target, f"0/{options.part.of}")
-    claim = repr((shown(absolute(source)), options.order_seed or 0, options.source.given)).encode()
+    claim = repr((shown(source), options.order_seed or 0, options.source.given)).encode()
     if not options.extend and (plan := _begun(source, target, options)):
         unclaim(target, claim)  # of the same command with --extend, if it was killed
         return plan
-    source = absolute(source)
     with backend_of(target).work_folder(target, "plan", options.source) as folder, claimed(target, claim):
         if plan := _begun(source, target, options):  # planned meanwhile, or begun to be extended
             return plan
