@@ -22,6 +22,7 @@ from trainer.data.decode import BrokenImageError, Crop, ImageFacts, centre, deco
 from trainer.data.listing import Listing
 from trainer.data.packed import PackedImages
 from weightserver.common.logs import Remark
+from weightserver.common.threads import in_other_thread
 from weightserver.core.arrays import Float32Array, Int64Array
 
 _log = logging.getLogger(__name__)
@@ -216,8 +217,7 @@ class DecodedImages:
             for batch, square in zip(pixels, self._decode(int(images[place]), wanted(place)), strict=True):
                 batch[place] = square
 
-        for _ in self._pool.map(fill, order.tolist()):
-            pass
+        self._map(fill, order.tolist())
         return [batch.to(self._device, non_blocking=True) for batch in batches]
 
     def read_ahead(self, batches: Iterable[Int64Array], ahead: int) -> Generator[None, None, None]:
@@ -292,7 +292,21 @@ class DecodedImages:
             except (BrokenImageError, OSError) as error:
                 return broken_line(self._images.path(image), error)
 
-        return list(self._pool.map(one, images.tolist()))
+        return self._map(one, images.tolist())
+
+    def _map(self, call: Callable[[int], _Found], places: list[int]) -> list[_Found]:
+        """A call for each place, by the threads; those that an interrupt leaves behind begin no further one."""
+        is_left = False
+
+        def unless_left(place: int) -> _Found:
+            if is_left:
+                raise KeyboardInterrupt
+            return call(place)
+
+        try:
+            return in_other_thread(lambda: list(self._pool.map(unless_left, places)))
+        finally:
+            is_left = True
 
     def _with(self, **changes: Any) -> DecodedImages:
         """These images with other attributes."""

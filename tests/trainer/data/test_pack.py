@@ -381,10 +381,6 @@ def test_no_interrupt_leaves_a_lock_taken(
         assert threading.get_ident() != threading.main_thread().ident
         return enter(condition)
 
-    with monkeypatch.context() as dying:
-        die_at(5, "after", dying)
-        with pytest.raises(Killed):
-            pack(tree, output, options())
     with monkeypatch.context() as always:
         always.setattr(threading.Condition, "__enter__", interrupted)
         pack(tree, output, options())

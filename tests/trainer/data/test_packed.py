@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import queue
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from PIL import Image
 
 from tests.helpers.image_tree import encoded, odd_tree, piece, plain_tree
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
-from trainer.data import load_dataset
+from trainer.data import decoded_images, load_dataset
 from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.config import SourceOptions
 from trainer.data.decode import Crop, centre, decode
@@ -32,6 +35,7 @@ from trainer.evaluate.table import PROTOCOLS
 from trainer.export.__main__ import main as export_rows
 from trainer.loop import train
 from trainer.schedule import visit_uniforms
+from weightserver.common.threads import in_other_thread
 from weightserver.core.arrays import Int64Array
 from weightserver.torch import RangesOrder
 
@@ -327,6 +331,46 @@ def test_reading_ahead_keeps_its_distance() -> None:
     distances = [much.begun - place for place, _ in enumerate(DecodedImages(much, SIDE).read_ahead(batches, 20), 1)]
     assert max(distances) == 3
     assert len(distances) == 100
+
+
+def test_no_interrupt_leaves_a_lock_taken(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeyboardInterrupt amid `Condition.__enter__` would leave a lock taken that other threads need to end."""
+    images, enter = load_dataset("packed", directory, decode_threads=2).train_images, threading.Condition.__enter__
+    assert isinstance(images, DecodedImages)
+    before = images[:9]
+
+    def interrupted(condition: threading.Condition) -> bool:
+        assert threading.get_ident() != threading.main_thread().ident
+        return enter(condition)
+
+    with monkeypatch.context() as always:
+        always.setattr(threading.Condition, "__enter__", interrupted)
+        again, (facts, broken) = images[:9], images.facts(np.arange(9))
+    assert torch.equal(again, before)
+    assert len(facts) + len(broken) == 9
+
+
+def test_an_interrupt_leaves_the_other_images(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = queue.SimpleQueue[int](), threading.Event()
+
+    def slow(_: PackedImages, image: int) -> bytes:
+        begun.put(image)
+        go_on.wait()
+        raise OSError
+
+    def interrupt() -> None:
+        begun.get()
+        raise KeyboardInterrupt
+
+    images = load_dataset("packed", directory, decode_threads=1).train_images
+    assert isinstance(images, DecodedImages)
+    monkeypatch.setattr(PackedImages, "read", slow)
+    monkeypatch.setattr(decoded_images, "in_other_thread", partial(in_other_thread, look=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        images.facts(np.arange(9))
+    go_on.set()
+    images._pool.shutdown()
+    assert begun.empty()
 
 
 def test_decode_threads_are_those_that_are_asked_for(
