@@ -81,10 +81,10 @@ class Range:
 
     def digests(self, directory: Path) -> dict[Path, str]:
         """SHA-256 of each file of a complete range; of its index, `index_digest`."""
-        tars = {tar_path(directory, shard.first): shard.sha256 for shard in self.shards}
-        return tars | {
-            index_path(directory, self.first): self.index_digest,
+        return {
             listing_path(directory, self.first): self.listing_sha256,
+            **{tar_path(directory, shard.first): shard.sha256 for shard in self.shards},
+            index_path(directory, self.first): self.index_digest,
             shards_path(directory, self.first): hashlib.sha256(self.list_of_tars).hexdigest(),
         }
 

@@ -97,16 +97,14 @@ class Packer:
             keeping.shutdown()
 
     def _pack(self, decoding: ThreadPoolExecutor, keeping: ThreadPoolExecutor) -> None:
-        finished, broken = set[int](), list[int]()
-        for shard, content in self._tars.finished():
-            finished.add(shard.first)
+        broken = list[int]()
+        for _, content in self._tars.finished():
             records = np.frombuffer(content, INDEX)
             broken += (records["image"][records["image"] != records["shown"]] - self._range.first).tolist()
-        missing = [row for row in self._rows if row not in finished]
         self._broken = BrokenImages(self._options.source, self._range.count, broken)
-        samples = self._samples(missing, decoding)
+        samples = self._samples(self._tars.missing, decoding)
         kept: Future[None] | None = None
-        for first in missing:
+        for first in self._tars.missing:
             shard, content = self._written(first, samples)
             if kept:
                 kept.result()

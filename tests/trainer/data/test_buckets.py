@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.commands import data_command as call
+from tests.helpers.conditions import no_condition_in_this_thread
 from tests.helpers.dying_pack import contents as contents_on_disk
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.object_store import KEY, SECRET, Fault, Proxy, credentials, object_store, stored
@@ -378,17 +379,9 @@ def test_signals_end_commands_that_wait_for_a_silent_store(
     assert message in errors.splitlines()[-1]
 
 
-def test_no_interrupt_leaves_a_lock_taken(bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KeyboardInterrupt amid `Condition.__enter__` would leave a lock taken that other threads need to end."""
-    enter = threading.Condition.__enter__
-
-    def interrupted(condition: threading.Condition) -> bool:
-        assert threading.get_ident() != threading.main_thread().ident
-        return enter(condition)
-
+def test_no_interrupt_leaves_a_lock_taken(bucket: Proxy, tmp_path: Path) -> None:
     bucket.heal()
-    with monkeypatch.context() as always:
-        always.setattr(threading.Condition, "__enter__", interrupted)
+    with no_condition_in_this_thread():
         place = local_source(SOURCE, options(tmp_path))
     assert len([*place.parent.glob("*.tar")]) == 3
 

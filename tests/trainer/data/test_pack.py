@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.conditions import no_condition_in_this_thread
 from tests.helpers.dying_pack import Killed, contents, die_at
 from tests.helpers.image_tree import BROKEN, encoded, odd_tree, piece, plain_tree
 from trainer.data import packer
@@ -371,20 +372,10 @@ def test_extended_images_have_the_same_kind_of_labels(tmp_path: Path) -> None:
         assert Manifest.load(output).sizes == ({"labels by name": 6, "no labels": 1, "labels by number": 2}[kind],)
 
 
-def test_no_interrupt_leaves_a_lock_taken(
-    packed: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """KeyboardInterrupt amid `Condition.__enter__` would leave a lock taken that other threads need to end."""
-    enter, output = threading.Condition.__enter__, tmp_path / "packed"
-
-    def interrupted(condition: threading.Condition) -> bool:
-        assert threading.get_ident() != threading.main_thread().ident
-        return enter(condition)
-
-    with monkeypatch.context() as always:
-        always.setattr(threading.Condition, "__enter__", interrupted)
-        pack(tree, output, options())
-    assert contents(output) == contents(packed)
+def test_no_interrupt_leaves_a_lock_taken(packed: Path, tree: Path, tmp_path: Path) -> None:
+    with no_condition_in_this_thread():
+        pack(tree, tmp_path, options())
+    assert contents(tmp_path) == contents(packed)
 
 
 def test_an_interrupt_ends_the_packing_at_once(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

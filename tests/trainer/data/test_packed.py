@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers.conditions import no_condition_in_this_thread
 from tests.helpers.image_tree import encoded, odd_tree, piece, plain_tree
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.data import decoded_images, load_dataset
@@ -333,18 +334,11 @@ def test_reading_ahead_keeps_its_distance() -> None:
     assert len(distances) == 100
 
 
-def test_no_interrupt_leaves_a_lock_taken(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KeyboardInterrupt amid `Condition.__enter__` would leave a lock taken that other threads need to end."""
-    images, enter = load_dataset("packed", directory, decode_threads=2).train_images, threading.Condition.__enter__
+def test_no_interrupt_leaves_a_lock_taken(directory: Path) -> None:
+    images = load_dataset("packed", directory, decode_threads=2).train_images
     assert isinstance(images, DecodedImages)
     before = images[:9]
-
-    def interrupted(condition: threading.Condition) -> bool:
-        assert threading.get_ident() != threading.main_thread().ident
-        return enter(condition)
-
-    with monkeypatch.context() as always:
-        always.setattr(threading.Condition, "__enter__", interrupted)
+    with no_condition_in_this_thread():
         again, (facts, broken) = images[:9], images.facts(np.arange(9))
     assert torch.equal(again, before)
     assert len(facts) + len(broken) == 9
