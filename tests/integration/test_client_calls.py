@@ -24,7 +24,8 @@ from prometheus_client import REGISTRY
 from tests.helpers.watching import frozen, metric, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.client import calls
-from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
+from weightserver.client.fetched_rows import FetchedRows, Output
+from weightserver.client.threads import Caller
 from weightserver.common.logs import REQUEST_ID
 from weightserver.common.version import __version__
 from weightserver.core.precision import precision_of
@@ -206,8 +207,7 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
 def test_a_call_that_its_caller_has_left_is_no_answer(lines: Callable[[], list[dict[str, Any]]]) -> None:
     """As after Ctrl-C, while the thread that makes the call still waits for a frozen shard."""
     out: Output = [np.empty((len(ROWS), SPEC.dim), np.float32), None, None]
-    with BorrowedArrays() as borrowed:
-        rows = FetchedRows(ROWS, ROWS, out, precision_of(SPEC), borrowed)
+    rows = FetchedRows(ROWS, ROWS, out, precision_of(SPEC), Caller())
     call = calls.Call("1", "shard 1 at a:1", "1/2", "Fetch", rows=rows)
     calls.WATCH.began(call)
     call.heard -= 60

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from weightserver.client.threads import Caller
 from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import ClusterError, InvalidRequestError
 from weightserver.core.precision import Precision
@@ -20,30 +19,6 @@ Output = Sequence[npt.NDArray[Any] | None]
 """weight float32 [n, D], momentum_buffer float32 [n, D] and last_step int64 [n]; None for what was not asked for."""
 
 
-class BorrowedArrays:
-    """The caller's arrays, which other threads use until the context is left.
-
-    Where an exception of the caller leaves it early, the threads stop using the arrays, and end.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        """Held by a thread while it uses them: entered itself, as a signal may come anywhere."""
-        self._returned = False
-
-    def require_caller(self) -> None:
-        """Raises CancelledError once the caller has left."""
-        if self._returned:
-            raise CancelledError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        with self.lock:
-            self._returned = True
-
-
 class FetchedRows:
     """One shard's rows of a fetch, in ascending order: those that have arrived, then those still to be asked for.
 
@@ -52,7 +27,7 @@ class FetchedRows:
         positions: positions of this shard's rows among them.
         out: receives the rows.
         precision: how values are sent.
-        borrowed: the caller's arrays, `out` among them.
+        caller: who lends `out`.
     """
 
     def __init__(
@@ -61,7 +36,7 @@ class FetchedRows:
         positions: slice | Int64Array,
         out: Output,
         precision: Precision,
-        borrowed: BorrowedArrays,
+        caller: Caller,
     ) -> None:
         self._rows = rows[positions]
         self._positions = positions
@@ -70,7 +45,7 @@ class FetchedRows:
         weight = out[0]
         assert weight is not None
         self._row_bytes: int = precision.dtype.itemsize * weight.shape[1]
-        self._borrowed = borrowed
+        self._caller = caller
         self.num_rows = len(self._rows)
         self.num_asked = 0
         """Number of rows that have arrived or that the newest request names."""
@@ -105,8 +80,8 @@ class FetchedRows:
         if end > self.num_asked:
             raise ClusterError(f"a shard answered {end} of {self.num_asked} rows: is it of the same version?")
         where = slice(start, end) if isinstance(self._positions, slice) else self._positions[start:end]
-        with self._borrowed.lock:
-            self._borrowed.require_caller()
+        with self._caller.lock:
+            self._caller.require()
             for array, data in zip(self._out[:2], parts[:2], strict=True):
                 if array is not None:
                     values = self._precision.widened(np.frombuffer(data, self._precision.dtype))

@@ -3,7 +3,8 @@
 Nothing here is built from conditions, as `Future`, `Thread.start` and executors are (see `common/threads.py`): threads
 share with their caller only a `SimpleQueue`. gRPC is built from conditions too: see `channels.py`.
 
-An interrupt of the caller leaves the other calls running. They make no further attempt: see `require_caller`.
+An interrupt of the caller leaves the other calls running. They make no further attempt, and leave the arrays alone that
+the caller lent them: see `Caller`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from _thread import start_new_thread
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from contextvars import ContextVar
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -26,26 +26,45 @@ _WAIT_SECONDS = 0.2
 """The longest wait between two looks for signals, as in gRPC."""
 
 
-@dataclass
-class _Caller:
-    """The caller of a thread."""
+class Caller:
+    """Who waits for calls that other threads make, and lends them arrays."""
 
-    has_left: bool = False
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Held by a thread while it uses the arrays: entered itself, as a signal may come anywhere."""
+        self._has_left = False
+
+    def require(self) -> None:
+        """Raises CancelledError once the caller has left."""
+        if self._has_left:
+            raise CancelledError
+
+    def leave(self) -> None:
+        self._has_left = True  # first, as a second signal may come while this waits for a thread
+        with self.lock:
+            pass
 
 
-_caller: ContextVar[_Caller] = ContextVar("caller")
+_caller: ContextVar[Caller] = ContextVar("caller")
 
 
-def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], *, not_main: bool = False) -> list[Any]:
+def outcomes(
+    call: Callable[..., Any],
+    arguments: Iterable[tuple[Any, ...]],
+    *,
+    caller: Caller | None = None,
+    not_main: bool = False,
+) -> list[Any]:
     """Calls once for each of the arguments, all at the same time; returns what they returned, or the WeightServerErrors
     they raised. Any other error of a call is raised here.
 
     Args:
+        caller: leaves when this returns or raises.
         not_main: whether the main thread makes no call itself, since it is the only one that signals interrupt. Needed
             for calls that other threads also wait for: gRPC reads a stream that is sent in a thread of its own, which
             ends the process if the call is interrupted, and who closes a channel takes locks that its calls need.
     """
-    caller, answers, every = _Caller(), Answers(), list(arguments)
+    caller, answers, every = caller or Caller(), Answers(), list(arguments)
     first = int(not not_main or threading.current_thread() is not threading.main_thread())
     found: dict[int, Any] = {}
     try:
@@ -64,9 +83,8 @@ def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], *, 
             if isinstance(outcome, BaseException) and not isinstance(outcome, WeightServerError):
                 raise outcome
             found[number] = outcome
-    except BaseException:
-        caller.has_left = True
-        raise
+    finally:
+        caller.leave()
     return [found[number] for number in range(len(every))]
 
 
@@ -97,13 +115,12 @@ def is_not_applied(outcomes: list[Any]) -> bool:
 
 def require_caller() -> None:
     """Raises CancelledError in a thread whose caller no longer waits for its call."""
-    caller = _caller.get(None)
-    if caller is not None and caller.has_left:
-        raise CancelledError
+    if (caller := _caller.get(None)) is not None:
+        caller.require()
 
 
 def _answer(
-    caller: _Caller, answers: Answers, number: int, call: Callable[..., Any], arguments: tuple[Any, ...]
+    caller: Caller, answers: Answers, number: int, call: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     """Makes a call in a thread of its own."""
     _caller.set(caller)

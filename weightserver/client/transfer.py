@@ -18,10 +18,10 @@ from weightserver.client.calls import WATCH
 from weightserver.client.checkpoints import find_checkpoint
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
-from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
+from weightserver.client.fetched_rows import FetchedRows, Output
 from weightserver.client.rates import CarriedRates
 from weightserver.client.schedule import ClientSchedule
-from weightserver.client.threads import raise_first
+from weightserver.client.threads import Caller, raise_first
 from weightserver.client.writer import Writer
 from weightserver.common.metrics import size_class
 from weightserver.core.arrays import Int64Array, StoredArray
@@ -55,15 +55,14 @@ def fetch_rows(
         fetched = [
             array if array is None else np.empty((len(distinct), *array.shape[1:]), array.dtype) for array in out
         ]
-    with BorrowedArrays() as borrowed:
-        by_shard = Sharding(spec.rows_per_block, len(connections)).positions_by_shard(distinct)
-        parts = [FetchedRows(distinct, at, fetched, precision_of(spec), borrowed) for at in by_shard.values()]
-        calls = [(connections[shard], request, rates, part) for shard, part in zip(by_shard, parts, strict=True)]
-        try:
-            raise_first(threads.outcomes(ShardConnection.fetch, calls))
-        except BaseException:
-            WATCH.leave(parts)
-            raise
+    by_shard, caller = Sharding(spec.rows_per_block, len(connections)).positions_by_shard(distinct), Caller()
+    parts = [FetchedRows(distinct, at, fetched, precision_of(spec), caller) for at in by_shard.values()]
+    calls = [(connections[shard], request, rates, part) for shard, part in zip(by_shard, parts, strict=True)]
+    try:
+        raise_first(threads.outcomes(ShardConnection.fetch, calls, caller=caller))
+    except BaseException:
+        WATCH.leave(parts)
+        raise
     if not in_order:
         for whole, values in zip(out, fetched, strict=True):
             if whole is not None and values is not None:
@@ -127,12 +126,12 @@ class RowWrite:
         make_header: Callable[..., pb.WriteHeader],
         positions: slice | Int64Array,
         rows_per_block: int,
-        borrowed: BorrowedArrays,
+        caller: Caller,
         rates: pb.Rates,
     ) -> Iterator[Message]:
         """The messages to one shard, whose rows are at `positions`; only the first has a header."""
-        with borrowed.lock:
-            borrowed.require_caller()
+        with caller.lock:
+            caller.require()
             rows = self.rows[positions]
             arrays = {name: array[positions] for name, array in self.arrays.items()}
         num_blocks = int(np.count_nonzero(np.diff(rows // rows_per_block, prepend=-1)))
@@ -140,8 +139,8 @@ class RowWrite:
         rows_per_message = max(1, CHUNK_BYTES // self.array_bytes_per_row)
         for start in range(0, len(rows), rows_per_message):
             chunk = slice(start, start + rows_per_message)
-            with borrowed.lock:
-                borrowed.require_caller()
+            with caller.lock:
+                caller.require()
                 values = {name: to_bytes(array[chunk]) for name, array in arrays.items()}
                 message = self.message(header=header, rows=rows_to_proto(rows[chunk]), **values)
             yield message
@@ -157,15 +156,16 @@ def write_rows(shards: Shards, spec: TableSpec, writer: Writer, write: RowWrite,
     write.check_size(by_shard)
 
     def send(number: int, those: Collection[int]) -> list[Any]:
+        caller = Caller()
+
         def send_to_shard(shard: int) -> pb.WriteResponse:
             header = partial(writer.header, number, step=write.step)
-            messages = partial(write.messages, header, by_shard[shard], spec.rows_per_block, borrowed)
+            messages = partial(write.messages, header, by_shard[shard], spec.rows_per_block, caller)
             used = rates.of_shard(write.num_steps_at(by_shard[shard]))
             num_rows = len(write.rows[by_shard[shard]])
             answer: pb.WriteResponse = connections[shard].call(write.method, messages, rates=used, num_rows=num_rows)
             return answer
 
-        with BorrowedArrays() as borrowed:
-            return threads.outcomes(send_to_shard, ((shard,) for shard in those), not_main=True)
+        return threads.outcomes(send_to_shard, ((shard,) for shard in those), caller=caller, not_main=True)
 
     writer.write(write.digest(), list(by_shard), send, num_steps=write.num_steps, adds=write.adds)
