@@ -112,6 +112,7 @@ def test_a_table_has_a_line_for_each_cell_and_the_papers_number() -> None:
     assert "| | linear | kNN | seeds | paper |\n|---|---|---|---|---|\n" in text
     assert "| first | 81.0 ± 1.4 | 70.0 ± 0.0 | 2 | 66.2 |\n| second | 80.0 | 60.0 | 1 | 60.0 |\n" in text
     assert "- Not judged before all seeds have run: the first is better\n" in text
+    assert "| in the paper |" not in text, "it makes no such claim"
     assert "3 runs took at least 1.5 hours of one core (A processor), evaluations included." in text
     judged = text_of([LIST], LIST_RUNS | {SECOND.identity(1): run(linear_top1=81.0)})
     assert "- The first is better: **does not show**, +0.5 ± 6.4 (the paper +6.2), p = 0.5, corrected 0.5\n" in judged
@@ -125,6 +126,7 @@ def test_a_run_of_two_tables_is_counted_once_and_tables_without_runs_are_listed(
     text = text_of([LIST, other, later], LIST_RUNS)
     assert "3 runs took at least 1.5 hours" in text
     assert "## Not run yet\n\n- Later (Table 6 of the paper)\n" in text
+    assert "| not run yet | not run yet |" in text_of([NEGATIVES], {}), "claims of the paper, at the beginning"
 
 
 @pytest.mark.parametrize(
@@ -173,33 +175,6 @@ def test_tables_on_fashion_mnist_are_an_appendix_without_plots() -> None:
         runs[without.identity(seed)] = run(linear_top1=worse, knn_top1=worse)
     both = "cosine softmax raises accuracy, linear; cosine softmax raises accuracy, kNN"
     assert both in " ".join(text_of([LIST, twice], runs).split())
-
-
-SAYS = replace(
-    LIST,
-    claims=tuple(
-        Claim(text="the first is better", better="first", worse="second", measure=measure, paper=paper)
-        for measure, paper in ((LINEAR, "+6.2 (66.2 and 60.0)"), (KNN, ""))
-    ),
-)
-
-
-def test_claims_of_the_paper_stand_at_the_beginning_and_say_what_has_run() -> None:
-    """And those of one text are told apart by their measures."""
-    start = "| Table 6 | the first is better | +6.2 (66.2 and 60.0) |"
-    before = text_of([SAYS], {})
-    assert f"{start} not run yet | not run yet |" in before
-    assert f"{start} not judged yet: 1 of 2 seeds |" in text_of([SAYS], LIST_RUNS)
-    judged = text_of([SAYS], LIST_RUNS | {SECOND.identity(1): run(linear_top1=83.0, knn_top1=60.001)})
-    assert f"{start} **does not show**, −0.5 ± 6.4 | **shows**, +10.0 ± 0.0 |" in judged
-    assert "- The first is better, linear: **does not show**, −0.5 ± 6.4 (the paper +6.2), p" in judged
-    assert "- The first is better, kNN: **shows**, +10.0 ± 0.0, p" in judged
-    assert judged.index(start) < judged.index("## A list")
-    assert "| in the paper |" not in text_of([LIST], LIST_RUNS), "it makes no such claim"
-    of_both = "η·N/B 15 for 150, K/B 62 for 2,502; η·N/B 15 for 150, K/N 0.016 for 0.013, K/B 1 for 32 |"
-    assert of_both in text_of([NEGATIVES], {}), "of both cells, where they differ"
-    corrected = [claim.paper for claim in NEGATIVES.claims if claim.text.startswith("the correction") and claim.paper]
-    assert len(corrected) == 3, "at each K that the paper has"
 
 
 def test_curves_are_means_over_the_seeds_of_cells_with_two(tmp_path: Path) -> None:

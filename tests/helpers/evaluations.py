@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.small_run import PowerLoss
 from tests.helpers.torchrun import torchrun
 from trainer.data import Dataset
 from trainer.evaluate.__main__ import main
@@ -120,10 +121,6 @@ def evaluate(arguments: list[str]) -> int:
         return main(arguments)
     except SystemExit as ended:
         return int(ended.code or 0)
-
-
-class PowerLoss(Exception):
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
