@@ -375,7 +375,6 @@ class Table:
 
     def checkpoint(self, name: str | None, *, step: int) -> tuple[Checkpoint, SavedRows]:
         """See `ClassifierHead.checkpoint`, before update `step`; also returns what identifies the rows."""
-        self._require_servers()
         client = self.connect(self.ranks.device)
         name = f"step-{step:012d}" if name is None else name
         self._make_durable()
