@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -164,6 +165,13 @@ def test_nobody_takes_the_ports_of_a_dead_shard() -> None:
                 other.bind((host, int(port)))
         cluster.restart(0)
         assert weightserver("health", cluster.addresses[0]) == (0, "SERVING\n", "")
+
+
+def test_health_tells_of_each_shard_also_if_others_do_not_answer() -> None:
+    with LocalCluster(1) as cluster:
+        status, said, error = weightserver("health", "127.0.0.1:9", cluster.addresses[0], "127.0.0.1:1")
+    assert (status, said) == (1, f"{cluster.addresses[0]} SERVING\n")
+    assert re.match(r"weightserver health: 127.0.0.1:9 does not answer .*; nor did 127.0.0.1:1 answer\n$", error)
 
 
 @pytest.mark.guard

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from weightserver.client.channels import open_channel
 from weightserver.client.security import ClientSecurity
+from weightserver.client.threads import outcomes, raise_first
 from weightserver.common.options import add_options, given_options
 from weightserver.core.errors import ShardUnavailableError
 from weightserver.operations.arguments import add_addresses, given_addresses, positive_seconds
@@ -25,9 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     addresses = given_addresses(arguments)
     security = given_options(arguments, ClientSecurity)
-    statuses = [_serving_status(address, security, arguments.timeout_seconds) for address in addresses]
+    statuses = outcomes(_serving_status, [(address, security, arguments.timeout_seconds) for address in addresses])
     for address, status in zip(addresses, statuses, strict=True):
-        print(status if len(addresses) == 1 else f"{address} {status}")
+        if isinstance(status, str):
+            print(status if len(addresses) == 1 else f"{address} {status}", flush=True)
+    raise_first(statuses)
     if set(statuses) != {"SERVING"}:
         sys.exit(1)
 
@@ -46,7 +49,8 @@ def _serving_status(address: str, security: ClientSecurity, timeout_seconds: flo
             cause = " ".join(f"{error.code().name}: {error.details()}".split())
             raise ShardUnavailableError(
                 f"{address} does not answer ({cause}): check that its shard is running and listens there, and the TLS "
-                "options of both sides, or give a longer --timeout-seconds"
+                "options of both sides, or give a longer --timeout-seconds",
+                shard=address,
             ) from None
     reason: bytes = dict(call.trailing_metadata() or ()).get(NOT_READY_KEY, b"")
     return reason.decode() or str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
