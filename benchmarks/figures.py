@@ -162,7 +162,7 @@ def _preset_step() -> Row:
 
 def _training_step() -> Row:
     scale = results("scale")
-    fresh, (dense,) = scale["resident, fresh table"], scale["dense"]
+    fresh, dense = scale["resident, fresh table"], scale["dense"][0]
     steps = [1e3 * _median(of_size["step"]) for of_size in fresh]
     measured = f"{rounded(min(steps))}–{rounded(max(steps))} ms, trainer {gib(fresh[-1]['trainer_bytes'])}"
     measured += "".join(

@@ -48,7 +48,7 @@ THEMES = {
 
 def panels(results: dict[str, list[dict[str, Any]]]) -> list[Panel]:
     """The panels that show the results of benchmarks.scale."""
-    ours, (dense,) = results["resident, fresh table"], results["dense"]
+    ours, dense = results["resident, fresh table"], results["dense"][0]
     times = [(measured["rows"], 1000 * measured["step"]["p50"]) for measured in ours]
     memory = [(measured["rows"], measured["trainer_bytes"] / 2**30) for measured in ours]
     return [

@@ -30,8 +30,9 @@ import trainer.embed
 import trainer.export.__main__
 import trainer.report.__main__
 import weightserver.cli
+from benchmarks import figures as figure_tables
 from benchmarks.figures import FILE, TABLES, updated
-from benchmarks.readme_figure import figures
+from benchmarks.readme_figure import figures, panels
 from docs.install_commands import FILES as FILES_WITH_COMMANDS
 from docs.install_commands import updated as install_commands
 from experiments.first_hour import STEPS
@@ -171,6 +172,15 @@ def test_every_picture_has_a_light_and_a_dark_form() -> None:
 def test_the_figure_shows_the_recorded_results() -> None:
     for name, content in figures().items():
         assert (ROOT / "docs/images" / name).read_text() == content, "python -m benchmarks.readme_figure"
+
+
+def test_figures_show_dense_rows_of_a_million_where_more_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = figure_tables.results("scale")
+    more = {**scale, "dense": [*scale["dense"], scale["dense"][0] | {"rows": 10**7, "step": {"p50": 1e3}}]}
+    assert panels(more) == panels(scale)
+    results = figure_tables.results
+    monkeypatch.setattr(figure_tables, "results", lambda name: more if name == "scale" else results(name))
+    assert updated(FILE.read_text()) == FILE.read_text()
 
 
 def test_the_tables_of_figures_show_the_recorded_results() -> None:
