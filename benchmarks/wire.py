@@ -1,6 +1,6 @@
 """Counts the bytes that a step moves between trainer and servers, and the servers' processor time, by row store.
 
-python -m benchmarks.wire [--steps 1024] [--output benchmarks/results]
+python -m benchmarks.wire [--steps 512] [--output benchmarks/results]
 
 The paper's settings (B 512, K 65,536, W 131,072, S 16,384, D 128), N = 1,281,167 as in ImageNet-1K, two shards on this
 machine and no other use of its loopback interface. Gradients are random: the bytes do not depend on them. The
@@ -95,7 +95,6 @@ def measure(
             store.flush()  # the last push
         moved, used = loopback_bytes() - before, processor_seconds(cluster) - used_before
         rows = store.counters.fetched_rows + store.counters.pushed_rows - rows_before
-        wait = store.counters.wait_seconds
         store.close()
     step_time = timing(seconds[warm_up:])
     return {
@@ -103,7 +102,6 @@ def measure(
         "rows_per_step": rows / steps,
         "step_seconds": step_time.p50,
         "step_seconds_p90": step_time.p90,
-        "wait_seconds": wait,
         "server_seconds": used / steps,
     }
 
