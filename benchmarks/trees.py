@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks.measure import at_least
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 
@@ -175,16 +174,14 @@ def compare(checkouts: list[Checkout], name: str, rounds: int) -> str:
 
 
 def main() -> None:
+    from benchmarks.measure import at_least  # late: a checkout's process has that checkout's benchmarks, if any
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="*", type=Path, help="the first is what the others are compared with")
     parser.add_argument("--rounds", type=at_least(2), default=14)
-    parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--shards", type=at_least(1), default=1)
     parser.add_argument("--only", default="", help="measure the calls whose names contain this")
-    parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work:
-        work(arguments.work)
-        return
     if not arguments.checkouts:
         parser.error("give at least one checkout")
     for root in arguments.checkouts:
@@ -201,4 +198,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--work"]:
+        work(int(sys.argv[2]))
+    else:
+        main()
