@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows-per-block", type=int, nargs="+", default=[1, 3, 4, 7, 8, 15, 16, 31, 63])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    parser.add_argument("--num-stored", type=int, default=1 << 18)
+    parser.add_argument("--num-stored", type=at_least(2 * NUM_ROWS), default=1 << 18)
     parser.add_argument("--rounds", type=at_least(2), default=20)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()

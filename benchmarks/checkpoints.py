@@ -15,7 +15,6 @@ import itertools
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import Timing, at_least, in_turn, timing, write_results
+from benchmarks.measure import Timing, at_least, in_turn, seconds, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 
@@ -80,12 +79,6 @@ def push(client: WeightClient, rows: np.ndarray) -> None:
 def in_pieces(call: Callable[[WeightClient, np.ndarray], None], client: WeightClient, first: int, end: int) -> None:
     for start in range(first, end, ROWS_PER_WRITE):
         call(client, np.arange(start, min(start + ROWS_PER_WRITE, end)))
-
-
-def seconds(call: Callable[..., object], *arguments: Any, **options: Any) -> float:
-    started = time.perf_counter()
-    call(*arguments, **options)
-    return time.perf_counter() - started
 
 
 def growing_table(num_rows: int, directory: Path | None, rounds: int) -> dict[str, Any]:
@@ -222,7 +215,7 @@ def _long_run_lines(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--rows", type=at_least(10_001), default=10_000_000)
     parser.add_argument("--rounds", type=at_least(2), default=50)
     parser.add_argument("--directory", type=Path, help="for the shards' data; the system's temporary one by default")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.measure import at_least, in_turn, restored, timing, write_results
+from benchmarks.measure import at_least, in_turn, read_bytes, restored, seconds, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.core.blocks import BlockCodec
@@ -79,12 +79,6 @@ class Memory:
     def close(self) -> None:
         self._stopped.set()
         self._thread.join()
-
-
-def seconds(call: Callable[..., object], *arguments: Any, **options: Any) -> float:
-    started = time.perf_counter()
-    call(*arguments, **options)
-    return time.perf_counter() - started
 
 
 def map_bytes(cluster: LocalCluster) -> int:
@@ -137,19 +131,21 @@ class Benchmark:
     # ---- what is measured
 
     def fill(self) -> dict[str, Any]:
-        """Writes every row once; a resumed fill measures only the rest."""
+        """Writes every row; a resumed fill measures only the rest."""
         parts = []
         with self.served() as (cluster, client, memory):
             client.create_table(self.spec)
             client.extend_schedule(0, np.full(NUM_STEPS, 0.01, np.float32))
             client.open_session("fill")
-            stored = client.describe().rows_stored
-            pieces = list(range(stored, self.spec.num_rows, ROWS_PER_WRITE))
-            for part in np.array_split(np.array(pieces), NUM_PARTS):
+            pieces = range(0, self.spec.num_rows, ROWS_PER_WRITE)
+            stored = client.describe().rows_stored // ROWS_PER_WRITE
+            left = pieces[min(stored, len(pieces) - 2) :]  # two at least, which have a spread
+            for part in np.array_split(left, min(NUM_PARTS, len(left) // 2)):
                 times = [seconds(self._write_piece, client, int(row)) for row in part]
                 parts.append(
                     {
                         "rows_stored": client.describe().rows_stored,
+                        "rows": min(int(part[-1]) + ROWS_PER_WRITE, self.spec.num_rows) - int(part[0]),
                         "write": timing(times),
                         "write_seconds_most": max(times),
                         "seconds": sum(times),
@@ -159,7 +155,7 @@ class Benchmark:
                     }
                 )
                 print(f"{parts[-1]}", file=sys.stderr, flush=True)
-        return {"rows_before": stored, "parts": parts}
+        return {"parts": parts}
 
     def _write_piece(self, client: WeightClient, first: int) -> None:
         rows = np.arange(first, min(first + ROWS_PER_WRITE, self.spec.num_rows))
@@ -187,7 +183,7 @@ class Benchmark:
             disk = os.open(self.data, os.O_RDONLY)
             os.posix_fadvise(disk, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead
             for name, (num_runs, length) in FETCHES.items():
-                num_blocks, read_before = [0], self._read_bytes(cluster)
+                num_blocks, read_before = [0], read_bytes(cluster.processes)
 
                 def fetch(num_runs: int = num_runs, length: int = length, counted: list[int] = num_blocks) -> None:
                     counted[0] = self._fetch(client, num_runs, length)
@@ -199,7 +195,7 @@ class Benchmark:
                 results[name] = times | {
                     "rows": num_runs * length,
                     "blocks": num_blocks[0],
-                    "read_bytes": (self._read_bytes(cluster) - read_before) / (ROUNDS[name] + 1),
+                    "read_bytes": (read_bytes(cluster.processes) - read_before) / (ROUNDS[name] + 1),
                     "own_bytes": memory.most(),
                 }
             os.close(disk)
@@ -224,11 +220,6 @@ class Benchmark:
         blocks = self.generator.integers(most) + np.arange(count) if neighbours else self.generator.choice(most, count)
         for block in blocks.tolist():
             os.pread(descriptor, num_bytes, block * num_bytes // PAGE_BYTES * PAGE_BYTES)
-
-    def _read_bytes(self, cluster: LocalCluster) -> int:
-        """Bytes that the shard has read from disk so far."""
-        lines = Path(f"/proc/{cluster.processes[0].pid}/io").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
     def writes(self) -> dict[str, Any]:
         """Times pushes anywhere, which read the rows that they change."""
@@ -280,13 +271,11 @@ def _fill_lines(fill: dict[str, Any]) -> Iterator[str]:
         "| rows stored | file | map | a write | slowest | rows a second | own memory |",
         "|---|---|---|---|---|---|---|",
     )
-    before = fill["rows_before"]
     for part in fill["parts"]:
-        rate = (part["rows_stored"] - before) / part["seconds"]
-        before = part["rows_stored"]
         yield (
-            f"| {before:,} | {part['file_bytes'] / 1e9:.1f} GB | {part['map_bytes'] / 1e9:.1f} GB | {part['write']} | "
-            f"{1e3 * part['write_seconds_most']:.0f} ms | {rate:,.0f} | {_megabytes(part['own_bytes'])} |"
+            f"| {part['rows_stored']:,} | {part['file_bytes'] / 1e9:.1f} GB | {part['map_bytes'] / 1e9:.1f} GB | "
+            f"{part['write']} | {1e3 * part['write_seconds_most']:.0f} ms | {part['rows'] / part['seconds']:,.0f} | "
+            f"{_megabytes(part['own_bytes'])} |"
         )
 
 

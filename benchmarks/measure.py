@@ -10,11 +10,13 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,13 @@ def in_turn(calls: dict[str, Callable[[], object]], *, rounds: int, warm_up: int
     return {name: timing(values) for name, values in seconds_in_turn(calls, rounds=rounds, warm_up=warm_up).items()}
 
 
+def seconds(call: Callable[..., object], *arguments: Any, **options: Any) -> float:
+    """How long a call takes."""
+    started = time.perf_counter()
+    call(*arguments, **options)
+    return time.perf_counter() - started
+
+
 def seconds_in_turn(
     calls: dict[str, Callable[[], object]],
     *,
@@ -46,17 +55,16 @@ def seconds_in_turn(
     least_rounds: int = 0,
 ) -> dict[str, list[float]]:
     """The seconds of every call in each round. After `budget` seconds, rounds beyond `least_rounds` do not begin."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     ends = time.perf_counter() + budget
     for round_number in range(warm_up + rounds):
         if round_number >= warm_up + least_rounds and time.perf_counter() >= ends:
             break
         for name, call in calls.items():
-            started = time.perf_counter()
-            call()
+            taken = seconds(call)
             if round_number >= warm_up:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
+                times[name].append(taken)
+    return times
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -83,6 +91,11 @@ def restored(value: Any) -> Any:
             return Timing(**value)
         return {key: restored(item) for key, item in value.items()}
     return [restored(item) for item in value] if isinstance(value, list) else value
+
+
+def read_bytes(processes: Sequence[subprocess.Popen[Any]]) -> int:
+    """What processes have read from disk so far."""
+    return sum(psutil.Process(process.pid).io_counters().read_bytes for process in processes)
 
 
 def machine() -> dict[str, Any]:

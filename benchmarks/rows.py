@@ -157,10 +157,10 @@ def cases() -> Iterator[Iterator[tuple[str, Calls]]]:
         yield itertools.chain(fetches(client, channel), pushes(client, channel, Path(directory)))
 
 
-def tables(rounds: int) -> dict[str, Any]:
+def tables() -> dict[str, Any]:
     """Times creating a table of 10^9 rows on a fresh shard, and building the schedule's tables for 1.4 M steps."""
     seconds = []
-    for _ in range(min(rounds, 5)):
+    for _ in range(5):
         with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as client:
             client.drop_table()  # connects, which is not part of creating a table
             started = time.perf_counter()
@@ -189,7 +189,7 @@ def main() -> None:
         for name, calls in all_cases:
             is_small = name.startswith(f"fetch of {SMALL} ")
             results[name] = in_turn(calls, rounds=10 * arguments.rounds if is_small else arguments.rounds)
-    results["tables"] = tables(arguments.rounds)
+    results["tables"] = tables()
     write_results(
         arguments.output, "rows", f"python -m benchmarks.rows --rounds {arguments.rounds}", results, as_table(results)
     )

@@ -5,7 +5,8 @@ python -m benchmarks.scale [--steps 30] [--stored-rows 4000000] [--output benchm
 Whole training steps (generated images, a small encoder, B 512, K 65,536, W 131,072, S 16,384, D 128, two shards on this
 machine), resident rows. Fresh tables of 10^6 ... 10^9 rows; then shards that hold `--stored-rows` rows, written through
 write_state, in a memory cgroup too small to cache a fifth of them, with nothing cached when training begins, so that
-every entering row comes from disk (needs root). The peer is `dense`, as long as its rows fit into memory.
+every entering row comes from disk (needs root, and cgroups of version 1). The peer is `dense`, as long as its rows fit
+into memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.measure import at_least, timing, write_results
+from benchmarks.measure import at_least, read_bytes, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 
 DIM, BATCH_SIZE = 128, 512
@@ -101,21 +102,15 @@ def train_on_full_shards(num_rows: int, steps: int) -> dict[str, Any]:
         for shard in range(2):
             with (cluster.directory / f"shard-{shard}" / "data.mdb").open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        read_before = _read_bytes(cluster.processes)
+        read_before = read_bytes(cluster.processes)
         result = train(num_rows, steps, "--servers", ",".join(cluster.addresses))
         info = client.describe()
         return result | {
             "stored_rows": info.rows_stored,
             "disk_bytes": info.disk_bytes,
             "memory_limit_bytes_per_shard": limit,
-            "read_bytes_per_step": (_read_bytes(cluster.processes) - read_before) / steps,
+            "read_bytes_per_step": (read_bytes(cluster.processes) - read_before) / steps,
         }
-
-
-def _read_bytes(processes: list[Any]) -> int:
-    """Bytes read from disk so far."""
-    pages = (Path(f"/proc/{process.pid}/io").read_text() for process in processes)
-    return sum(int(line.split()[1]) for page in pages for line in page.splitlines() if line.startswith("read_bytes"))
 
 
 def dense_fits(num_rows: int) -> bool:
@@ -155,8 +150,9 @@ def as_table(cases: dict[str, list[dict[str, Any]]]) -> str:
     ]
     lines += ["", *(_about_disk(result) for result in cases["resident, from disk"])]
     block_bytes = 16 * 4096
+    largest = max((result["rows"] for result in cases["dense"]), default=0)
     lines += [
-        f"Dense rows do not fit into this machine's memory beyond N = {max(r['rows'] for r in cases['dense']):,}. "
+        f"Dense rows do not fit into this machine's memory beyond N = {largest:,}. "
         f"Disk that 10⁹ stored rows take: 10⁹ / 63 rows a block · {block_bytes:,} bytes = "
         f"{1e9 / 63 * block_bytes / 1e12:.2f} TB, over all shards.",
     ]
@@ -174,12 +170,13 @@ def _about_disk(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=at_least(1), default=2)
-    parser.add_argument("--steps", type=at_least(WARM_UP + 1), default=30)
+    parser.add_argument("--steps", type=at_least(WARM_UP + 2), default=30)
     parser.add_argument("--stored-rows", type=int, default=4_000_000)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     cases = measure(arguments.steps, arguments.stored_rows, arguments.rounds)
-    command = f"python -m benchmarks.scale --steps {arguments.steps}"
+    command = f"python -m benchmarks.scale --rounds {arguments.rounds} --steps {arguments.steps}"
+    command += f" --stored-rows {arguments.stored_rows}"
     write_results(arguments.output, "scale", command, cases, as_table(cases))
 
 

@@ -35,7 +35,7 @@ def run(rows: str, steps: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=at_least(1), default=3)
-    parser.add_argument("--steps", type=at_least(2), default=200)
+    parser.add_argument("--steps", type=at_least(WARM_UP + 2), default=200)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in STORES}

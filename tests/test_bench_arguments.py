@@ -1,25 +1,35 @@
-"""Benchmarks refuse numbers of which there is no spread before they measure anything."""
+"""Benchmarks refuse what has no spread before they measure, continue when interrupted, and run in any checkout."""
 
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from benchmarks import large_shard
+
+ROOT = Path(__file__).parent.parent
 
 TOO_FEW = [
     ("answers", "--rounds", "1"),
     ("blocks", "--rounds", "1"),
+    ("blocks", "--num-stored", "8191"),
     ("checkpoints", "--rounds", "1"),
+    ("checkpoints", "--rows", "10000"),
     ("head", "--rounds", "1"),
     ("large_shard", "--rows", "327599"),
     ("measuring", "--rounds", "1"),
     ("partial_fc", "--steps", "21"),
     ("rows", "--rounds", "1"),
     ("rows", "--rounds", "x"),
-    ("scale", "--steps", "1"),
+    ("scale", "--steps", "6"),
     ("steps", "--rounds", "0"),
+    ("steps", "--steps", "51"),
     ("trees", "--rounds", "1"),
+    ("trees", "--shards", "0"),
     ("wire", "--steps", "1"),
 ]
 
@@ -44,3 +54,17 @@ def test_what_is_no_checkout_is_refused(
         importlib.import_module("benchmarks.trees").main()
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_fill_continues_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_shard, "ROWS_PER_WRITE", 63)
+    whole = large_shard.Benchmark(tmp_path, 25 * 63 - 1).fill()["parts"]
+    assert (len(whole), sum(part["rows"] for part in whole)) == (10, 25 * 63 - 1)
+    (last,) = large_shard.Benchmark(tmp_path, 25 * 63 - 1).fill()["parts"]
+    assert (last["rows"], last["rows_stored"]) == (2 * 63 - 1, 25 * 63 - 1), "after the last row"
+
+
+def test_trees_measures_a_checkout_that_has_no_benchmarks(tmp_path: Path) -> None:
+    (tmp_path / "weightserver").symlink_to(ROOT / "weightserver")
+    load = f"import runpy; runpy.run_path({str(ROOT / 'benchmarks/trees.py')!r})"
+    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=True)
