@@ -26,6 +26,8 @@ MEANINGS = {
 }
 """Name of a number to what it is, in the paper's symbols."""
 _PAPERS_MOMENTUM = 0.9
+_LEAST_SQUARE = float(np.finfo(np.float32).tiny) ** 2
+"""The square of the shortest length that a row is taken to have; a strong decay would shrink it to 0 between visits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +101,12 @@ def _push(config: TrainConfig) -> float:
 
 def _first_turn(config: TrainConfig, rates: Float64Array, num_rows: int) -> float:
     of_a_pass = rates[: max(1, num_rows // config.optimization.batch_size)]
-    square = config.model.dim * config.rows.init_std**2
-    return float(_push(config) * of_a_pass.max() / square)
+    return float(_push(config) * of_a_pass.max() / _first_square(config))
+
+
+def _first_square(config: TrainConfig) -> float:
+    """r² of a row at its first visit."""
+    return max(config.model.dim * config.rows.init_std**2, _LEAST_SQUARE)
 
 
 def _turns(config: TrainConfig, rates: Float64Array, num_rows: int) -> Float64Array:
@@ -116,8 +122,8 @@ def _turns(config: TrainConfig, rates: Float64Array, num_rows: int) -> Float64Ar
     sums = np.add.reduceat(rates, firsts)
     pushes = _push(config) * sums / np.diff(firsts, append=len(rates)) * visits
     shrinks = np.exp(-2 * config.optimization.weight_decay / (1 - _momentum(config)) * sums)
-    square, turns = config.model.dim * config.rows.init_std**2, np.zeros(len(firsts))
+    square, turns = _first_square(config), np.zeros(len(firsts))
     for visit, (push, shrink) in enumerate(zip(pushes.tolist(), shrinks.tolist(), strict=True)):
         turns[visit] = np.arctan2(push, square)
-        square = (square + push**2 / square) * shrink
+        square = max((square + push**2 / square) * shrink, _LEAST_SQUARE)
     return turns

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trainer.settings import SettingError, Settings, named_by_flags, resumable
+from trainer.settings import SettingError, Settings, check_at_least, named_by_flags, resumable
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.splitmix import derive_seed, splitmix64
 
@@ -44,6 +44,7 @@ class SamplingConfig(Settings):
             raise SettingError(f"--seed must lie in 0..2^64-1, got {self.seed}", "seed")
         if self.labels == "":
             raise SettingError("--labels is empty: give 'classes', or a file", "labels")
+        check_at_least(self, 1, "window_size", "window_stride")
 
     def visit_schedule(self, num_images: int) -> VisitSchedule:
         """The stream of visits to `num_images` images. Raises SettingError if the window does not fit."""

@@ -311,6 +311,7 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         ({"accumulate": 3}, "--batch-size 16 is not a multiple of --accumulate 3"),
         ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),
         ({"views": 0}, "--views must be at least 1, got 0"),
+        ({"window_size": 0}, "--window-size must be at least 1, got 0"),
         ({"view_size": 0}, "--view-size must be at least 1, got 0"),
         ({"optimizer": "adam"}, "--optimizer must be sgd, adamw, lars or lamb, got adam"),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),

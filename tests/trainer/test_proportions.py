@@ -102,6 +102,17 @@ def test_rows_without_momentum_and_ten_times_the_rate_are_equal() -> None:
     assert asdict(proportions(other, IMAGENET)) == pytest.approx(asdict(proportions(config, IMAGENET)))
 
 
+@pytest.mark.parametrize(
+    "changes", [{"init_std": 0.0}, {"weight_decay": 0.3, "row_learning_rate": 10.0}, {"row_momentum": 1 - 1e-12}]
+)
+def test_rows_that_begin_at_zero_or_decay_to_it_turn_by_right_angles(changes: dict[str, float]) -> None:
+    config = PRESETS["imagenet-1k"][1].with_settings(**changes)
+    config.check()
+    found = proportions(config, IMAGENET)
+    assert all(math.isfinite(value or 0) for value in asdict(found).values())
+    assert 0 < (found.total_turn or 0) <= 200 * math.pi / 2
+
+
 def test_shared_classes_and_a_plain_softmax() -> None:
     config = PRESETS["demo"][1]
     of_labels = proportions(config, 10_000, 10)

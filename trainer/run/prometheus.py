@@ -7,7 +7,6 @@ the monitors are those of the newest record of metrics.jsonl. Fetches are metric
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -100,13 +99,12 @@ class TrainerMetrics:
         """Serves /metrics on a port, 0 for a free one; returns host:port and a function that stops it.
 
         Raises:
-            OSError: the port is not available.
+            OSError: the host is none of this machine's, or the port is taken.
         """
         try:
             bound, close = serve_metrics(self.registry, host, port)
         except OSError as error:
-            reason = os.strerror(error.errno or 0)
-            raise OSError(f"cannot serve metrics on port {port} ({reason}): choose another") from error
+            raise OSError(f"cannot serve metrics on port {port} of {host}: {error.strerror}") from error
         return f"{host}:{bound}", close
 
 
