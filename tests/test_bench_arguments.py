@@ -14,7 +14,6 @@ from benchmarks import large_shard
 ROOT = Path(__file__).parent.parent
 
 TOO_FEW = [
-    ("answers", "--rounds", "1"),
     ("blocks", "--rounds", "1"),
     ("blocks", "--num-stored", "8191"),
     ("checkpoints", "--rounds", "1"),
