@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, *, start: Start = start_process
     size, output = SIZES[given.size], given.output
     minutes = _MINUTES[given.size] if given.minutes is None else given.minutes
     runner = Runner(given.device, _RUN_SECONDS, size.warm_up, start)
-    facts = runner.json("benchmarks.gpu.facts", [])
+    facts = runner.facts()
     runner.deadline = time.monotonic() + 60 * minutes
     if given.device == "cuda" and not facts["gpus"]:
         print("bench-gpu: no GPU that torch can use (see nvidia-smi): run it where there is one", file=sys.stderr)

@@ -105,14 +105,13 @@ class Bench:
     def plain(self, images: str, *, num_gpus: int = 1, again: int = 0, **changes: Any) -> Run:
         return self.runner.train("benchmarks.gpu.plain", self.arguments(images, **changes), num_gpus, again=again)
 
-    @property
-    def plain_bytes(self) -> Callable[[int], int]:
+    def plain_bytes(self, num_rows: int) -> int:
         """Of the tensors that a step with all `num_rows` rows on each GPU holds at once, at the least.
 
         float32: rows with gradient and momentum, normalised once more; logits of this GPU's images and their gradient.
         """
         images = self.size.batch_size // self.num_gpus[-1]
-        return lambda num_rows: 4 * (4 * num_rows * self.size.dim + 2 * images * num_rows)
+        return 4 * (4 * num_rows * self.size.dim + 2 * images * num_rows)
 
 
 def _rate(run: Run, size: Size) -> dict[str, Any]:
