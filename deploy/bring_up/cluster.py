@@ -99,7 +99,7 @@ class Shards:
             )
 
 
-def three_shards(docker: Docker) -> Json:
+def three_shards() -> Json:
     """An override that makes the compose file one of three shards; its anchors cannot be overridden."""
     service = compose_file()["services"]["shard-1"]
     entrypoint = service["entrypoint"]
@@ -113,7 +113,7 @@ def three_shards(docker: Docker) -> Json:
 
 def reshard(docker: Docker, directory: Path) -> Shards:
     """Follows docs/deployment.md, "Another number of shards"."""
-    override, names = three_shards(docker), [f"shard-{shard}" for shard in range(3)]
+    override, names = three_shards(), [f"shard-{shard}" for shard in range(3)]
     start(docker, names[:2])
     docker.up("up", "--no-start", "--no-recreate", "--no-deps", names[2], override=override)
     shared = ["--rm", "--network", f"{PROJECT}_default", "-v", f"{PROJECT}_client-certificates:/certs:ro"]

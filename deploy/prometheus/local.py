@@ -1,6 +1,6 @@
 """Runs Prometheus and Alertmanager on this machine with this folder's configuration, and a trainer to watch.
 
-Used by tests, by the game day and by the screenshot; it needs the programs `prometheus`, `promtool` and for alerts
+Used by tests and by the game day; it needs the programs `prometheus`, `promtool` and for alerts
 `prometheus-alertmanager` (Debian's packages prometheus and prometheus-alertmanager).
 """
 
