@@ -108,7 +108,7 @@ bench-quick: $(INSTALLED)
 	$(BIN)/python -m benchmarks.quick $(BENCH_FLAGS)
 
 # Measures a machine with GPUs, in half an hour; BENCH_FLAGS="--quick" measures every section in 9 minutes.
-bench-gpu: $(INSTALLED) fashion-mnist
+bench-gpu: $(INSTALLED)
 	$(BIN)/python -m benchmarks.gpu $(BENCH_FLAGS)
 
 $(INSTALLED): pyproject.toml constraints.txt $(wildcard weightserver/core/*.[ch])
