@@ -21,9 +21,9 @@ from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
-from weightserver.storage.directory import last_transaction, noted_reader
+from weightserver.storage.directory import OwnerLock, last_transaction, noted_reader
 from weightserver.storage.lmdb_storage import LmdbStorage
-from weightserver.storage.readers import _snapshots
+from weightserver.storage.readers import OldReader, _snapshots
 
 READER = """
 import lmdb, sys
@@ -179,6 +179,24 @@ def test_a_shard_that_was_killed_forgets_its_reader_when_it_starts(tmp_path: Pat
     kept = LmdbStorage(tmp_path)
     assert noted_reader(tmp_path) is None
     kept.close()
+
+
+def test_a_shard_that_ends_notes_a_reader_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that it notes it in would be closed, and its descriptor perhaps another file's."""
+    kept = LmdbStorage(tmp_path)
+    closing, note, failed = threading.Thread(target=kept.close), OwnerLock.note_reader, list[bool]()
+
+    def note_late(lock: OwnerLock, reader: OldReader) -> None:
+        if not closing.ident:
+            closing.start()
+            closing.join(0.2)
+            failed.append(lock._descriptor is None)
+        note(lock, reader)
+
+    monkeypatch.setattr(OwnerLock, "note_reader", note_late)
+    kept.look_at_readers()
+    closing.join()
+    assert failed == [False]
 
 
 def test_the_table_of_readers_is_as_it_was_understood(tmp_path: Path) -> None:

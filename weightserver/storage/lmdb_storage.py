@@ -303,11 +303,11 @@ class LmdbStorage:
 
     def look_at_readers(self) -> None:
         """See `Storage.look_at_readers`."""
-        with self.read() as txn:
+        with self.read() as txn:  # which keeps the lock's file open too
             self._env.reader_check()
             oldest = self._readers.oldest(self._free_bytes(txn.disk_bytes()), self._written_bytes)
-        with contextlib.suppress(OSError):  # the metrics tell of it too
-            self._lock.note_reader(oldest)
+            with contextlib.suppress(OSError):  # the metrics tell of it too
+                self._lock.note_reader(oldest)
 
     def disk_bytes(self) -> int:
         """Bytes that the data file takes on disk."""
