@@ -20,12 +20,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tests.helpers.commands import weightserver
 from tests.helpers.failing_disk import FailingDisk
 from tests.helpers.watching import metric, wait_until
 from tests.integration.test_damage import flip
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
+from weightserver.common.metrics_http import serve_metrics
 from weightserver.server.health import ShardHealth
 
 PROBE = Path(__file__).parent.parent.parent / "deploy/health.sh"
@@ -85,11 +87,13 @@ def test_a_shard_whose_volume_is_nearly_full_is_not_ready(tmp_path: Path, monkey
 
 def test_a_shard_is_ready_while_it_serves_only(tmp_path: Path) -> None:
     """One that starts or drains lives: a restart would only make it take longer."""
-    shard = ShardHealth(lambda: "", tmp_path)
+    problem = [""]
+    shard = ShardHealth(lambda: problem[0], tmp_path)
     assert shard.ready() == (HTTPStatus.SERVICE_UNAVAILABLE, "NOT_READY: the shard is starting")
     shard.serve()
     assert shard.ready() == (HTTPStatus.OK, "SERVING")
     shard.drain()
+    problem[0] = "the directory is closed"
     assert shard.ready() == (HTTPStatus.SERVICE_UNAVAILABLE, "NOT_READY: the shard is draining")
     assert shard.live() == (HTTPStatus.OK, "SERVING")
 
@@ -233,6 +237,20 @@ def test_the_port_answers_its_own_paths_only(tmp_path: Path) -> None:
         assert asked(cluster)[0] == 1
         with pytest.raises(ConnectionRefusedError):
             answered(address, "/healthz")
+
+
+def test_a_page_that_fails_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """An answer that stays away would look like a shard that is gone, and nothing would tell why."""
+
+    def fails() -> tuple[HTTPStatus, str]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    port, close = serve_metrics(CollectorRegistry(), "127.0.0.1", 0, {"/readyz": fails})
+    assert answered(f"127.0.0.1:{port}", "/readyz") == (500, b"the page failed: see the log\n")
+    assert answered(f"127.0.0.1:{port}", "/metrics")[0] == 200
+    close()
+    assert "/readyz failed" in caplog.text
+    assert "Input/output error" in caplog.text
 
 
 @pytest.mark.guard

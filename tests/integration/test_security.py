@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import os
 import pickle
 import re
@@ -618,6 +619,26 @@ def test_nobody_waits_for_files_that_are_read_again(tmp_path: Path, monkeypatch:
             now[0] += seconds
             assert [followed() for _ in range(3)] == [content] * 3
             assert reads == expected
+
+
+def test_a_file_that_goes_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although it does not change once more."""
+    gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "key.pem")
+    now, contents = [1000.0], iter(list[int | OSError]([1, gone, 2]))
+    monkeypatch.setattr("weightserver.common.security.time.monotonic", lambda: now[0])
+
+    def read() -> int:
+        found = next(contents)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    file = tmp_path / "file"
+    followed = Followed(read, file)
+    file.touch()
+    for expected in (1, 2, 2):
+        now[0] += 1
+        assert followed() == expected
 
 
 def test_what_a_client_is_given_survives_a_copy(place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ MAX_CONNECTIONS = 16
 _SECONDS = 5.0
 """How long a caller may be silent."""
 _TEXT = "text/plain; charset=utf-8"
+_log = logging.getLogger(__name__)
 
 
 Page = Callable[[], tuple[HTTPStatus, str]]
@@ -58,7 +60,12 @@ class _Handler(BaseHTTPRequestHandler):
     pages: Mapping[str, Page]
 
     def do_GET(self) -> None:
-        status, kind, body = self._answer(urlsplit(self.path).path.rstrip("/"))
+        path = urlsplit(self.path).path.rstrip("/")
+        try:
+            status, kind, body = self._answer(path)
+        except Exception:  # noqa: BLE001 - whatever a page is made of; the next one may succeed
+            _log.exception("%(path)s failed", {"path": path})
+            status, kind, body = HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, b"the page failed: see the log\n"
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

@@ -39,7 +39,7 @@ class Followed(Generic[Content]):
     Nobody waits for another caller's reading. A copy, also a pickled one, reads them itself.
 
     Args:
-        read: reads the content; raises ValueError if a file is invalid.
+        read: reads the content; raises ValueError if a file is invalid, or OSError if one goes meanwhile.
         files: the files; None for one that is not given.
     """
 
@@ -80,7 +80,7 @@ class Followed(Generic[Content]):
         names = ", ".join(map(str, self._files))
         try:
             self._content = self._read()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             if is_new:
                 _log.warning("%(reason)s; what was read before is used", {"reason": str(error)})
             self._is_refused = True

@@ -82,7 +82,9 @@ class ShardHealth:
         self._phase = ""
 
     def drain(self) -> None:
-        self._phase = "the shard is draining"
+        """From now on the database has the problem that it has, if any: to be closed soon is none."""
+        self._phase, known = "the shard is draining", self._known or ""
+        self._problem_of_database = lambda: known
 
     def wrote(self, refused: str = "") -> None:
         """Notes that a write succeeded, or why the disk refused it."""
