@@ -89,7 +89,8 @@ class LocalCluster(Closing):
                 self._mark(num_shards, finished=False)
             self._reserved_ports = [(_reserved_port(), _reserved_port()) for _ in range(num_shards)]
             # Starts all at once, then waits for each.
-            self.processes = [self._start(shard, num_shards, init=not finished) for shard in range(num_shards)]
+            for shard in range(num_shards):
+                self.processes.append(self._start(shard, num_shards, init=not finished))
             for shard, process in enumerate(self.processes):
                 address, metrics_address = self._wait_until_serving(shard, process)
                 self.addresses.append(address)

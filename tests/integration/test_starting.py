@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -132,6 +134,22 @@ def test_an_interrupted_first_start_resumes(tmp_path: Path) -> None:
     (tmp_path / "shard-1").unlink()
     with LocalCluster(2, tmp_path) as cluster:
         make_table(cluster)
+
+
+def test_a_shard_that_cannot_be_started_leaves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no more processes may be begun."""
+    start, started = LocalCluster._start, list[subprocess.Popen[str]]()
+
+    def only_the_first(cluster: LocalCluster, shard: int, num_shards: int, *, init: bool = False) -> Any:
+        if shard:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(start(cluster, shard, num_shards, init=init))
+        return started[0]
+
+    monkeypatch.setattr(LocalCluster, "_start", only_the_first)
+    with pytest.raises(BlockingIOError):
+        LocalCluster(2, tmp_path)
+    assert [process.returncode is None for process in started] == [False]
 
 
 # ---- starts that are cut short
