@@ -155,6 +155,21 @@ def test_a_header_of_another_program_makes_no_span(header: str, monkeypatch: pyt
     assert (span.parent.span_id, span.context.trace_id) == (int("2" * 16, 16), int("1" * 32, 16))
 
 
+def test_a_step_takes_its_time_though_the_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    spans = tracing.Spans(SimpleSpanProcessor(exporter), "client")
+    hour_ago = time.time_ns() - 3_600 * 10**9
+    monkeypatch.setattr("weightserver.common.tracing.time.time_ns", lambda: hour_ago)
+    spans.step_ended(0)
+    (span,) = exporter.get_finished_spans()
+    assert span.start_time is not None
+    assert span.end_time is not None
+    assert 0 <= span.end_time - span.start_time < 3_000 * 10**9
+
+
 def test_the_traces_of_calls_that_never_end_are_forgotten() -> None:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
