@@ -154,7 +154,7 @@ _IMAGES = {"none": "without an encoder", "generated": "encoder"}
 
 
 def resident(bench: Bench, found: dict[str, Any]) -> Iterator[None]:
-    """Resident rows against K rows in plain GPU memory, moved by the encoder's own SGD, on one GPU; in turn."""
+    """Resident rows against K rows in plain GPU memory by the encoder's own SGD, in turn; the first is of `rates`."""
     for images in ("generated", "none"):
         seconds: dict[str, list[float]] = {"resident": [], "plain": []}
         for again in range(bench.size.rounds):
