@@ -178,16 +178,21 @@ def test_logs_and_metrics_are_kept_for_a_while_only() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool: see Debian's package prometheus")
 def test_one_prometheus_takes_a_second_cluster(tmp_path: Path) -> None:
-    """As docs/deployment.md says; what tells clusters apart is what dashboards choose by and alerts are grouped by."""
+    """As docs/deployment.md says; what tells clusters apart is what dashboards choose by and alerts are grouped by. A
+    service's name is that of two containers where Prometheus is in the networks of both clusters."""
     text = (ROOT / "docs/deployment.md").read_text()
-    (element,) = yaml.safe_load("\n".join(re.findall(r"^      ([- ] (?:labels|targets): .*)$", text, re.MULTILINE)))
+    elements = yaml.safe_load("\n".join(re.findall(r"^      ([- ] (?:labels|targets): .*)$", text, re.MULTILINE)))
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
-    config["scrape_configs"][0]["static_configs"].append(element)
-    (first, second) = (each["labels"] for each in config["scrape_configs"][0]["static_configs"])
+    (given,) = config["scrape_configs"][0]["static_configs"]
+    config["scrape_configs"][0]["static_configs"] = elements
+    (first, second) = (each["labels"] for each in elements)
+    assert first == given["labels"]
     assert (set(first), set(second)) == ({"cluster"}, {"cluster"})
     assert config["alerting"]["alertmanagers"] == [{"static_configs": [{"targets": ["alertmanager:9093"]}]}]
     assert first != second
-    assert {target.partition(":")[0] for target in element["targets"]} == {f"second-{name}-1" for name in SHARDS}
+    for project, element in zip((DEPLOY.name, "second"), elements, strict=True):
+        named = {target.partition(":")[0] for target in element["targets"]}
+        assert named == {f"{project}-{name}-1" for name in SHARDS}
     config["rule_files"] = [str(DEPLOY / "prometheus" / name) for name in config["rule_files"]]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
     subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], check=True, capture_output=True)
