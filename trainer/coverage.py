@@ -8,23 +8,12 @@ from trainer.config import TrainConfig
 from weightserver.common.logs import Remark
 
 
-def window_moves(config: TrainConfig, num_images: int) -> int:
-    """How often the window moves in a run."""
-    visits = config.optimization.num_steps(num_images) * config.optimization.batch_size
-    return max(0, math.ceil(visits / config.sampling.window_size) - 1)
-
-
-def images_reached(config: TrainConfig, num_images: int) -> int:
-    """Images that the window reaches in a run, counted again in each pass over them."""
-    visits = config.optimization.num_steps(num_images) * config.optimization.batch_size
-    return min(config.sampling.window_size, visits) + window_moves(config, num_images) * config.sampling.window_stride
-
-
 def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
     """Warnings about a run that does not visit all images, or whose rows never return to the window."""
     window, stride = config.sampling.window_size, config.sampling.window_stride
     visits = config.optimization.num_steps(num_images) * config.optimization.batch_size
-    moves, reached = window_moves(config, num_images), images_reached(config, num_images)
+    moves = max(0, math.ceil(visits / window) - 1)
+    reached = min(window, visits) + moves * stride  # images are counted again in each pass over them
     values = {"visits": visits, "windows": moves + 1, "window": window, "stride": stride}
     values |= {"images": num_images, "reached": reached}
     length = f"{visits:,} visits fill {moves + 1:,} windows of {window:,} images that move by {stride:,}"
