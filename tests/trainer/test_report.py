@@ -19,12 +19,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.helpers.image_tree import plain_tree
-from tests.helpers.small_run import NUM_STEPS, small_run
+from tests.helpers.small_run import EVERY, NUM_STEPS, small_run
 from trainer.__main__ import main
 from trainer.data import Dataset, load_dataset
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder
 from trainer.report.inspection import inspect_encoder
+from trainer.run import checkpoint_file
+from trainer.run.checkpoint_file import encoder_tensors
 from trainer.run.result_names import in_words
 from trainer.run.totals import Totals
 
@@ -147,6 +149,16 @@ def test_an_unfinished_run_shows_what_is_available(tmp_path: Path) -> None:
     text = page.read_text()
     assert f"not finished, {NUM_STEPS} steps so far" in text
     assert f"the encoder after {NUM_STEPS} steps (the newest checkpoint)" in text
+    with pytest.MonkeyPatch.context() as patched:
+
+        def deleted_meanwhile(directory: Path, name: str) -> dict[str, Tensor]:
+            (directory / f"{name}.safetensors").unlink()
+            patched.undo()
+            return encoder_tensors(directory, name)
+
+        patched.setattr(checkpoint_file, "encoder_tensors", deleted_meanwhile)
+        assert report(run, "--output", page) == 0
+    assert f"the encoder after {NUM_STEPS // EVERY * EVERY} steps (the newest checkpoint)" in page.read_text()
     for file in (run / "checkpoints").iterdir():
         file.unlink()
     assert report(run, "--output", page) == 0

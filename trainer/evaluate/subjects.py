@@ -144,7 +144,7 @@ def _of_run(run: Path, checkpoint: str | None) -> Subject:
     if run.is_dir() and not is_run(run):  # an export, perhaps, which may have a config.json of its own
         raise ValueError(f"{run} holds no run: give the --output of one, or an encoder's file or export by --encoder")
     settings = read_settings(run)
-    (encoder, config), state = (read_encoder(run, checkpoint), checkpoint) if checkpoint else _newest(run)
+    (encoder, config), state = (read_encoder(run, checkpoint), checkpoint) if checkpoint else newest_encoder(run)
     return Subject(
         name=f"{run}, {state}" if state else str(run),
         encoder=encoder,
@@ -155,7 +155,7 @@ def _of_run(run: Path, checkpoint: str | None) -> Subject:
     )
 
 
-def _newest(run: Path) -> tuple[tuple[nn.Module, EncoderConfig], str]:
+def newest_encoder(run: Path) -> tuple[tuple[nn.Module, EncoderConfig], str]:
     """The encoder at the run's end, or of its newest checkpoint, and the checkpoint's name; "" for the end.
 
     A run that trains deletes its old checkpoints, perhaps the one that is about to be read; the next one is read then.

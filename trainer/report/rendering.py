@@ -13,17 +13,17 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from trainer.evaluate.subjects import newest_encoder
 from trainer.loss import LossConfig
 from trainer.proportions import MEANINGS
 from trainer.report.inspection import Inspection, inspect_encoder
-from trainer.run.checkpoint_file import checkpoint_name, saved_steps
+from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import (
     ENCODER_FILE,
     METRICS_FILE,
     PLOT_FILE,
     flat,
     number,
-    read_encoder,
     read_metrics,
     read_settings,
     read_summary,
@@ -94,14 +94,12 @@ def _curves(run: Path, config: dict[str, Any]) -> str:
 
 def _inspection(run: Path, data_dir: Path | None, bank: int) -> tuple[Inspection | None, str, str]:
     """Neighbours, and the description of their encoder; or None and the reason."""
-    checkpoint, source = "", "the encoder at the end of the run"
-    if not (run / ENCODER_FILE).exists():
-        steps = saved_steps(run / "checkpoints")
-        if not steps:
-            return None, "", "the run has neither ended nor saved a checkpoint"
-        checkpoint = checkpoint_name(steps[-1])
-        source = f"the encoder after {steps[-1]:,} steps (the newest checkpoint)"
-    encoder, encoder_config = read_encoder(run, checkpoint)
+    if not (run / ENCODER_FILE).exists() and not saved_steps(run / "checkpoints"):
+        return None, "", "the run has neither ended nor saved a checkpoint"
+    (encoder, encoder_config), checkpoint = newest_encoder(run)
+    source = "the encoder at the end of the run"
+    if checkpoint:
+        source = f"the encoder after {int(checkpoint.removeprefix('step-')):,} steps (the newest checkpoint)"
     try:
         images = dataset_of(run_settings(run), data_dir)
     except (ValueError, OSError, KeyError, IndexError) as error:
