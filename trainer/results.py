@@ -118,12 +118,15 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
     output = config.run.output
     with shown(wanted=config.report.log_format == "text"), _results_can_wait(config):
         compared = _compared(result, others)
+        tested = "test images" if len(result.dataset.evaluated.test_images) else "held-out images"
         with stage("drawing the training"):
             plot = draw_training(
                 output / METRICS_FILE,
                 chance_loss=config.loss.chance(config.rows.num_negatives),
                 references={
-                    name: row["knn"].top1 for name, row in compared.items() if "knn" in row and name not in others
+                    f"{tested}: {name}": row["knn"].top1
+                    for name, row in compared.items()
+                    if "knn" in row and name not in others
                 },
                 others={name: other / METRICS_FILE for name, other in others.items()},
             )

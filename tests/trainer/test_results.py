@@ -37,6 +37,7 @@ from trainer.model import EncoderConfig, build_model
 from trainer.results import TrainResult, finish, next_commands, warnings_of, write_results
 from trainer.run.checkpoint_file import FORMAT, file_path, read_metadata, saved_steps
 from trainer.run.directory import read_encoder
+from trainer.run.plot import draw_training
 from trainer.run.totals import Totals, totals_at
 from trainer.schedule import learning_rates
 from trainer.stopping import Interrupted
@@ -494,6 +495,13 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
     (output / "comparison.json").unlink(missing_ok=True)
     run = replace(labelled, config=labelled.config.with_settings(output=output), dataset=dataset, results={})
     monkeypatch.setattr(trainer.results, "_MOST_UNTRAINED", 100)
+    drawn = list[dict[str, Any]]()
+
+    def recorded(metrics: Path, **content: Any) -> bytes:
+        drawn.append(content)
+        return draw_training(metrics, **content)
+
+    monkeypatch.setattr(trainer.results, "draw_training", recorded)
     finish(run)
     printed = " ".join(capsys.readouterr().out.split())
     assert "Top-1 on 16 training images, held out by class (%)" in printed
@@ -502,3 +510,4 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
     found = evaluate_features(encoder_features(trainer.results._untrained(run), part, pixels))
     compared = json.loads((output / "comparison.json").read_text())
     assert compared["untrained encoder"] == {name: asdict(result) for name, result in found.items()}
+    assert drawn[0]["references"].keys() == {f"held-out images: {name}" for name in compared}

@@ -32,6 +32,7 @@ from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.checkpoint_file import HEAD, checkpoint_name, saved_steps
+from trainer.run.claim import DirectoryClaim
 from trainer.run.directory import read_encoder, read_settings, read_summary
 from trainer.run.recorder import Recorder
 from trainer.stopping import Interrupted
@@ -605,3 +606,15 @@ def test_only_rank_0_needs_the_runs_directory(tmp_path: Path) -> None:
         once = run(*settings.split(), "--resume", "auto", "--servers", ",".join(cluster.addresses))
         assert run("--resume", "--resume-step", "10") == once
     assert not list((tmp_path / "1").iterdir())
+
+
+def test_records_that_a_run_repeats_are_removed(tmp_path: Path) -> None:
+    """And one that was cut off; damaged ones are named."""
+    records, first = tmp_path / "metrics.jsonl", '{"step": 1, "loss": 7.1}\n'
+    records.write_text(first + '{"step": 2, "loss": 6}\n{"step": 3, "lo')
+    claim = DirectoryClaim(small_run(tmp_path), 300, is_first=True)
+    claim.prepare(2, NUM_STEPS)
+    assert records.read_text() == first
+    records.write_text('{"step": 1, "los\n' + first)
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 1 is not JSON"):
+        claim.prepare(2, NUM_STEPS)

@@ -9,7 +9,7 @@ from typing import Self
 
 from trainer.config import TrainConfig
 from trainer.run.checkpoint_file import saved_steps, set_newer_aside
-from trainer.run.directory import CONFIG_FILE, METRICS_FILE, RESULT_FILES
+from trainer.run.directory import CONFIG_FILE, METRICS_FILE, RESULT_FILES, read_metrics
 from trainer.run.resume import check_same_run, update_settings
 from weightserver.common.atomic_files import atomic_write, make_directory, sync
 
@@ -95,6 +95,6 @@ def _claim(config: TrainConfig) -> None:
 
 def _forget_from(path: Path, step: int) -> None:
     """Removes the records of `step` and later from a metrics.jsonl, and a record that was cut off."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
-    atomic_write(path, lambda new: new.write_text("".join(kept)))
+    records = read_metrics(path) if path.exists() else []
+    kept = "".join(json.dumps(record) + "\n" for record in records if record["step"] < step)
+    atomic_write(path, lambda new: new.write_text(kept))

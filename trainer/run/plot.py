@@ -33,7 +33,7 @@ def draw_training(
     """Draws loss and kNN top-1 in percent by step, as a PNG.
 
     `metrics` is a metrics.jsonl: records with "step" and "loss", some with "knn_top1". `chance_loss` and `references`
-    (name to top-1 on the test images, such as raw pixels) become horizontal lines. `others` are the metrics.jsonl of
+    (label to top-1 at the end, such as that of raw pixels) become horizontal lines. `others` are the metrics.jsonl of
     further runs to draw beside this one, by name. Accuracy that no record has gets no panel. Every line has dashes or
     marks of its own, so that colour is not needed to tell them apart; the legends stand above the panels.
     """
@@ -88,7 +88,7 @@ def _draw_accuracy(
         if points := _accuracies(found):
             axes.plot(*_columns(points), color="tab:red", linestyle="--", marker=marker, fillstyle="none", label=name)
     for (name, top1), dashes in zip(references.items(), itertools.cycle(_DASHES)):
-        axes.axhline(top1, color="0.35", linestyle=(0, dashes), linewidth=1.2, label=f"test images: {name}")
+        axes.axhline(top1, color="0.35", linestyle=(0, dashes), linewidth=1.2, label=name)
     axes.set_ylabel("kNN top-1 (%)")
     _legend_above(axes)
 
