@@ -150,6 +150,8 @@ def test_a_used_directory_is_refused(data_dir: Path, tmp_path: Path) -> None:
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     with pytest.raises(ValueError, match="holds another run"):
         train(config(data_dir, tmp_path / "run", rows="dense", steps=2))
+    with pytest.raises(ValueError, match="holds a run with --rows dense, which saves no checkpoints"):
+        train(config(data_dir, tmp_path / "run", steps=2, resume=True))
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 

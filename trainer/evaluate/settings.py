@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
+from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, check_positive
 
 K_CHOICES = (1, 5, 10, 20, 50, 100, 200)
 """Candidates for the number of neighbours."""
+_MOST_SEEDS = 2**44
+"""A seed times 1,000,003, of which that of an epoch is made, has less than 64 bits."""
 VOTE_TEMPERATURE = 0.07
 """A neighbour with cosine similarity s has exp(s / 0.07) votes."""
 
@@ -60,7 +62,8 @@ class TrainingConfig(Settings):
 
     def check(self) -> None:
         check_at_least(self, 1, "batch_size")
-        check_at_least(self, 0, "seed")
+        if not 0 <= self.seed < _MOST_SEEDS:
+            raise SettingError(f"--seed must lie in 0..2^44-1, got {self.seed}", "seed")
         check_not_negative(self, "momentum", "weight_decay")
 
 

@@ -67,6 +67,11 @@ def check_same_run(config: TrainConfig, num_images: int) -> None:
         raise ValueError(f"{config.run.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
     wanted = json.loads(config.to_json())
     run = run_settings(config.run.output)
+    if run.rows.rows == "dense":
+        raise ValueError(
+            f"{config.run.output} holds a run with --rows dense, which saves no checkpoints: choose another "
+            "--output, or delete it"
+        )
     stored = json.loads(run.to_json())  # with the defaults of settings that were added since
     _check_length(config, run, num_images)
     free = RESUMABLE | LENGTH | config.unused_settings()

@@ -134,6 +134,8 @@ def test_rejects_what_cannot_be_trained(tmp_path: Path) -> None:
         (LinearConfig(learning_rates=(1.0, float("nan"))), "--learning-rates is .* positive and finite"),
         (FineTuneConfig(temperature=0.0), "--temperature must be positive"),
         (LinearConfig(epochs=0), "--epochs must be at least 1, got 0"),
+        (LinearConfig(seed=2**44), r"--seed must lie in 0\.\.2\^44-1, got"),
+        (LinearConfig(seed=-1), r"--seed must lie in 0\.\.2\^44-1, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
             config.check()
