@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ Points = dict[str, list[float]]
 """Cell's name to values."""
 Curves = dict[str, list[list[float]]]
 """Cell's name to share of the run's views, mean accuracy in percent, and its standard deviation."""
-_GREY, _COLOUR = "#808890", "#2f81f7"
+_GREY, COLOUR = "#808890", "#2f81f7"
 _TEXT = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-_STYLE: Any = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tables",
     "font.size": 9,
@@ -51,15 +52,15 @@ def draw(table: Table, runs: Runs, path: Path) -> None:
     places = range(len(measured))
     means = [statistics.mean(found) for found in measured.values()]
     spreads = [statistics.stdev(found) if len(found) > 1 else math.nan for found in measured.values()]
-    faces = ["none" if len(found) == 1 else _COLOUR for found in measured.values()]
-    with mpl.rc_context(_STYLE):
+    faces = ["none" if len(found) == 1 else COLOUR for found in measured.values()]
+    with mpl.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(4.4, 0.8 + 0.34 * len(measured)), layout="constrained")
-        axis.errorbar(means, places, xerr=spreads, fmt="none", capsize=3, ecolor=_COLOUR)
-        axis.scatter(means, places, s=36, edgecolors=_COLOUR, facecolors=faces)
+        axis.errorbar(means, places, xerr=spreads, fmt="none", capsize=3, ecolor=COLOUR)
+        axis.scatter(means, places, s=36, edgecolors=COLOUR, facecolors=faces)
         axis.set_yticks(places, [textwrap.fill(name, _LETTERS) for name in measured])
         axis.set_ylim(len(measured) - 0.4, -0.6)
         axis.set_xlabel(f"{next(iter(table.measures.values()))}, top-1 (%)")
-        _save(figure, path, measured)
+        save(figure, path, measured)
 
 
 def curves(table: Table, runs: Runs) -> Curves:
@@ -77,7 +78,7 @@ def curves(table: Table, runs: Runs) -> Curves:
 
 def draw_curves(found: Curves, path: Path) -> None:
     """Draws accuracies over time into an SVG file: means over seeds, in bands of a standard deviation to each side."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
         for name, curve in found.items():
             shares, means, spreads = zip(*curve, strict=True)
@@ -86,10 +87,10 @@ def draw_curves(found: Curves, path: Path) -> None:
             axis.fill_between(shares, lower, upper, color=line.get_color(), alpha=0.2, linewidth=0)
         axis.set(xlabel="share of a run's views", ylabel="kNN among 10,000 training images, k = 10 (%)", xlim=(0, 1))
         axis.legend(frameon=False, labelcolor="linecolor")
-        _save(figure, path, found)
+        save(figure, path, found)
 
 
-def _save(figure: Figure, path: Path, numbers: Points | Curves) -> None:
+def save(figure: Figure, path: Path, numbers: Mapping[str, object]) -> None:
     """Writes a figure with the numbers drawn as its description, and closes it."""
     metadata: Any = {"Date": None, "Creator": None, "Description": json.dumps(numbers)}
     atomic_write(path, lambda partial: figure.savefig(partial, format="svg", transparent=True, metadata=metadata))

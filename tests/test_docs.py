@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -31,12 +32,13 @@ import trainer.export.__main__
 import trainer.report.__main__
 import weightserver.cli
 from benchmarks import figures as figure_tables
+from benchmarks import readme_figure
 from benchmarks.figures import FILE, TABLES, updated
-from benchmarks.readme_figure import figures, panels
+from benchmarks.readme_figure import FILE as FIGURE
+from benchmarks.readme_figure import draw, panels
 from docs.install_commands import FILES as FILES_WITH_COMMANDS
 from docs.install_commands import updated as install_commands
 from experiments.first_hour import STEPS
-from experiments.page import METHODS_PICTURE
 from experiments.paper.__main__ import PROTOCOLS as PAPERS
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.ports import reserved_ports
@@ -160,27 +162,20 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not anchor or path.suffix != ".md" or anchor in anchors(path), f"{document.name}: {target}#{anchor}"
 
 
-def test_every_picture_has_a_light_and_a_dark_form() -> None:
-    """Plots of the experiments read on both (`experiments.plots`)."""
-    plots = {f"docs/{METHODS_PICTURE}"}
-    pictures = {target for target, _ in links(ROOT / "README.md") if target.endswith(".svg")} - plots
-    dark = {target for target in pictures if target.endswith("-dark.svg")}
-    assert dark
-    assert dark == {target.replace(".svg", "-dark.svg") for target in pictures if target not in dark}
-
-
 def test_the_figure_shows_the_recorded_results() -> None:
-    for name, content in figures().items():
-        assert (ROOT / "docs/images" / name).read_text() == content, "python -m benchmarks.readme_figure"
+    said = json.loads(ElementTree.parse(FIGURE).findtext(".//{http://purl.org/dc/elements/1.1/}description") or "")
+    assert said == json.loads(json.dumps(panels())), "python -m benchmarks.readme_figure"
 
 
-def test_figures_show_dense_rows_of_a_million_where_more_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    scale = figure_tables.results("scale")
-    more = {**scale, "dense": [*scale["dense"], scale["dense"][0] | {"rows": 10**7, "step": {"p50": 1e3}}]}
-    assert panels(more) == panels(scale)
-    results = figure_tables.results
-    monkeypatch.setattr(figure_tables, "results", lambda name: more if name == "scale" else results(name))
+def test_figures_show_dense_rows_of_a_million_where_more_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scale, results, shown = figure_tables.results("scale"), figure_tables.results, panels()
+    more = scale | {"dense": [*scale["dense"], scale["dense"][0] | {"rows": 10**7, "step": {"p50": 1e3}}]}
+    for module in (figure_tables, readme_figure):
+        monkeypatch.setattr(module, "results", lambda name: more if name == "scale" else results(name))
+    assert panels() == shown
     assert updated(FILE.read_text()) == FILE.read_text()
+    draw(shown, tmp_path / "figure.svg")
+    assert re.search(r">[\d,]+ ms: all rows in memory</text>", (tmp_path / "figure.svg").read_text())
 
 
 def test_the_tables_of_figures_show_the_recorded_results() -> None:
