@@ -388,6 +388,9 @@ def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -
         (["--data-dir", new, "--init", "--metrics-port", metrics_port], f"serve metrics on port {metrics_port}"),
         (["--data-dir", held, "--shard", "1", "--num-shards", "2"], "holds shard 0 of 2, not shard 1 of 2"),
     ]
+    if socket.has_dualstack_ipv6():  # [::] takes the port of IPv4 too
+        every_host = f"[::]:{address.rpartition(':')[2]}"
+        cases.append((["--data-dir", new, "--listen", every_host, "--insecure"], "cannot listen on .*: Address"))
     for options, message in cases:
         command = [sys.executable, "-m", "weightserver", "serve", "--listen", "127.0.0.1:0", *map(str, options)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -265,8 +265,11 @@ def _listen(server: grpc.Server, address: str, tls: ServerTls | None) -> str:
         OSError: the address is in use or not available.
     """
     host, wanted_port = split_address(address)
+    is_v6 = ":" in host
+    both = is_v6 and socket.has_dualstack_ipv6()  # as gRPC binds [::], which a server of IPv4 alone may have taken
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
     try:  # gRPC would log its own error
-        socket.create_server((host, wanted_port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        socket.create_server((host, wanted_port), family=family, dualstack_ipv6=both).close()
     except socket.gaierror as error:
         raise OSError(f"cannot listen on {address}: {error.strerror}") from error
     except OSError as error:
