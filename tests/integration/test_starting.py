@@ -259,3 +259,14 @@ def test_closed_streams_are_not_reused_for_other_files(tmp_path: Path) -> None:
         command = ["sh", "-c", 'exec "$@" 0<&- 1>&-', "sh", *serve(tmp_path, option)]
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
         assert (done.returncode, done.stderr) == (1, f"weightserver serve: {option} needs {stream}, which is closed\n")
+
+
+def test_a_shard_without_stderr_logs_nothing_to_stdout(tmp_path: Path) -> None:
+    """Whoever started it reads its addresses there."""
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *serve(tmp_path, "--announce")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.terminate()
+        assert process.communicate(timeout=60)[0] == ""
+    assert json.loads(first)["address"].startswith("127.0.0.1:")
