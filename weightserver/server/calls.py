@@ -127,7 +127,7 @@ class Calls:
             if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log(("refused", method)):
                 _log.warning("%(method)s refused: %(reason)s", {"method": method, "reason": str(error)})
             abort(context, error, self._trailer())
-        except (GeneratorExit, CancelledError, grpc.RpcError):  # the caller is gone
+        except (GeneratorExit, CancelledError):  # the caller is gone
             status = grpc.StatusCode.CANCELLED
             raise
         except Exception:  # noqa: BLE001 - the boundary: only our own errors cross the wire
