@@ -85,12 +85,9 @@ def _parser(complete: Collection[str] = COMMANDS.keys()) -> argparse.ArgumentPar
 
 
 def _open_standard_streams() -> None:
-    """Opens closed standard streams: the next file opened, such as data.mdb, or the reader of stdout would otherwise
-    receive error messages."""
+    """Opens closed standard streams: the next file opened, such as data.mdb, would otherwise receive error messages."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-    if sys.stderr is None:  # as it was when Python started; print() would take stdout for it
-        sys.stderr = os.fdopen(2, "w")

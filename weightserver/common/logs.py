@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import re
 import secrets
 import sys
@@ -112,6 +113,8 @@ def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dic
 
     Stdout escapes from now on what its encoding lacks, such as file names that are not UTF-8, as stderr always does.
     """
+    if sys.stderr is None:  # it was closed; print() would take stdout for it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     handler = _Stderr()
