@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -19,6 +21,7 @@ import yaml
 import trainer.arguments
 import weightserver
 import weightserver.cli
+from deploy.bring_up import cluster
 from tests.helpers.watching import wait_until
 from tests.test_installation import CONSTRAINTS, PROJECT, names
 from trainer.run.checkpoint_file import saved_steps
@@ -300,6 +303,21 @@ def test_the_trainers_script_ends_with_its_ranks_status(tmp_path: Path) -> None:
 
 
 # ---- all of it, in containers
+
+
+def test_bring_up_waits_for_what_has_a_health_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = set[str]()
+
+    def health(name: str) -> str:
+        checked.add(name)
+        return "healthy" if "healthcheck" in COMPOSE["services"][name] else "running"
+
+    def now(condition: Callable[[], bool], what: str) -> None:
+        assert condition(), what
+
+    monkeypatch.setattr(cluster, "wait_until", now)
+    cluster.start(Mock(health=health), list(COMPOSE["services"]))
+    assert {*SHARDS, "prometheus"} <= checked
 
 
 @pytest.mark.docker

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.bring_up.cluster import Shards, report_metrics, reshard, services, start
+from deploy.bring_up.cluster import Shards, report_metrics, reshard, services, serving, start
 from deploy.bring_up.engine import Docker, engine
 from deploy.bring_up.faults import show_faults, show_hang, show_runbook
 from deploy.bring_up.images import base_image, build, look_into_images, pip_secrets
@@ -82,7 +82,7 @@ def _stop_and_start(docker: Docker, names: Sequence[str], directory: Path) -> No
     before = Shards.of(docker, directory).rows()
     say(before)
     docker.up("stop")
-    for name in names:
+    for name in serving(names):
         code = docker.inspect(name)["State"]["ExitCode"]
         say(f"{name} stopped with {code}: {docker.last_line(name)}")
         check(code == 0, f"{name} did not drain")

@@ -41,13 +41,19 @@ def services(docker: Docker) -> list[str]:
     return found
 
 
+def serving(names: Sequence[str]) -> list[str]:
+    """Those that a health check looks at: not those that make and renew certificates."""
+    known = compose_file()["services"]
+    return [name for name in names if "healthcheck" in known[name]]
+
+
 def wait_healthy(docker: Docker, names: Sequence[str]) -> None:
     wait_until(lambda: all(docker.health(name) == "healthy" for name in names), f"{' and '.join(names)} are healthy")
 
 
 def start(docker: Docker, names: Sequence[str], *, init: bool = False) -> None:
     docker.up("up", "-d", *names, init=init)
-    wait_healthy(docker, [name for name in names if name != "certificates"])
+    wait_healthy(docker, serving(names))
     say(", ".join(f"{name}: {docker.health(name)}" for name in names))
 
 
