@@ -61,11 +61,9 @@ class PICModel(nn.Module):
         return embeddings
 
 
-def build_model(config: EncoderConfig, dim: int = 128, *, seed: int | None = None, **head: Any) -> PICModel:
-    """Builds an encoder with its head, whose keywords are `PICModel`'s. With `seed`, weights depend on it alone and
-    torch's generators do not change."""
-    if seed is None:
-        return PICModel(config, dim, **head)
+def build_model(config: EncoderConfig, dim: int = 128, *, seed: int = 0, **head: Any) -> PICModel:
+    """Builds an encoder with its head, whose keywords are `PICModel`'s. Weights depend on the seed alone, and torch's
+    generator does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return PICModel(config, dim, **head)

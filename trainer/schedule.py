@@ -77,15 +77,15 @@ def forward_seed(seed: int, step: int, rank: int) -> int:
     return derive_seed(derive_seed(derive_seed(seed, _FORWARD), step), rank)
 
 
-def learning_rates(*, num_steps: int, base: float, warmup_steps: int, start_fraction: float = 0.01) -> Float32Array:
-    """Linear warm-up from base·start_fraction to base, then a cosine to 0, step by step: float32 [num_steps].
+def learning_rates(*, num_steps: int, base: float, warmup_steps: int) -> Float32Array:
+    """Linear warm-up from a hundredth of base to base, then a cosine to 0, step by step: float32 [num_steps].
 
     The bits are the same on every machine: rows are corrected by them wherever a run is resumed.
     """
     if not 0 <= warmup_steps <= num_steps:
         raise ValueError(f"the warm-up must take 0..{num_steps} steps, the length of the run, got {warmup_steps}")
     step = np.arange(num_steps, dtype=np.float64)
-    warmup = start_fraction + (1 - start_fraction) * step / max(1, warmup_steps)
+    warmup = 0.01 + 0.99 * step / max(1, warmup_steps)
     left = (num_steps - step[warmup_steps:]) / max(1, num_steps - warmup_steps)
     cosine = _sine(math.pi / 2 * left) ** 2  # (1 + cos α)/2 = sin² ((π − α)/2)
     return (base * np.concatenate([warmup[:warmup_steps], cosine])).astype(np.float32)

@@ -62,7 +62,7 @@ def import_encoder(path: Path, config: EncoderConfig, *, prefix: str | None = No
             incomplete, ambiguous or not finite; the model does not exist.
     """
     file = read_weights(path)
-    encoder = build_model(config, seed=0).encoder  # with a seed, torch's generator does not change
+    encoder = build_model(config).encoder
     model = library_model(encoder)
     initial = model.state_dict()
     file, interpolated = _with_positions(file, model, initial)
