@@ -698,3 +698,17 @@ def test_the_sweeper_sweeps_in_small_pieces_with_pauses_and_after_an_error(
     served.sweeper.close()
     assert next(errors, None) is None
     assert all_versions(served) == {0: {1}, 8: {1}}
+
+
+def test_a_sweeper_that_ends_with_its_shard_warns_of_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.0)
+
+    def ends() -> None:
+        served.sweeper.close()
+        raise StorageError("the directory is closed: the shard is shutting down")
+
+    monkeypatch.setattr(served.storage, "look_at_readers", ends)
+    served.sweeper._run()
+    assert caplog.text == ""

@@ -86,7 +86,7 @@ class Sweeper:
                     continue
                 self.sweep(LOOK_SECONDS)
             except (WeightServerError, OSError) as error:
-                if not failing:
+                if not failing and not self._stopped.is_set():  # or the shard is closing
                     _log.warning("old versions of blocks cannot be deleted now: %(reason)s", {"reason": str(error)})
                 pause, failing = _RETRY_SECONDS, True
             else:
