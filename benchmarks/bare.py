@@ -17,23 +17,23 @@ from grpc.experimental import ChannelOptions
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_MESSAGE_BYTES
 
-OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
-CHANNEL_OPTIONS = [*OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]  # 8 % faster
+_OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
+_CHANNEL_OPTIONS = [*_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]  # 8 % faster
 
 
 @functools.cache
-def messages(request: bytes) -> list[bytes]:
+def _messages(request: bytes) -> list[bytes]:
     """As many bytes as the request names, in the messages of a stream."""
     num_bytes = int(request)
     return [bytes(min(CHUNK_BYTES, num_bytes - start)) for start in range(0, num_bytes, CHUNK_BYTES)]
 
 
 def _send_stream(request: bytes, _: grpc.ServicerContext) -> Iterator[bytes]:
-    yield from messages(request)
+    yield from _messages(request)
 
 
 def _send_call(request: bytes, _: grpc.ServicerContext) -> bytes:
-    return b"".join(messages(request))
+    return b"".join(_messages(request))
 
 
 def _take_stream(requests: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
@@ -41,8 +41,8 @@ def _take_stream(requests: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
 
 
 @contextmanager
-def serving() -> Iterator[str]:
-    """Runs the server in a process of its own; yields its address.
+def bare_server() -> Iterator[grpc.Channel]:
+    """Runs the server in a process of its own; yields a channel to it.
 
     Raises:
         SystemExit: it ended before it served.
@@ -52,12 +52,13 @@ def serving() -> Iterator[str]:
         assert process.stdout is not None
         if not (address := process.stdout.readline().strip()):
             raise SystemExit("the bare server did not start")
-        yield address  # leaving the process closes its stdin
+        with grpc.insecure_channel(address, _CHANNEL_OPTIONS) as channel:
+            yield channel  # leaving the process closes its stdin
 
 
 def main() -> None:
     keep_large_buffers()
-    server = grpc.server(ThreadPoolExecutor(4), options=OPTIONS)
+    server = grpc.server(ThreadPoolExecutor(4), options=_OPTIONS)
     handlers = {
         "SendStream": grpc.unary_stream_rpc_method_handler(_send_stream),
         "SendCall": grpc.unary_unary_rpc_method_handler(_send_call),

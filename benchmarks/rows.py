@@ -26,7 +26,7 @@ import grpc
 import lmdb
 import numpy as np
 
-from benchmarks.bare import CHANNEL_OPTIONS, serving
+from benchmarks.bare import bare_server
 from benchmarks.measure import at_least, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
@@ -60,12 +60,6 @@ def patterns(num_rows: int) -> dict[str, Int64Array]:
         "half of a window": np.sort(generator.choice(2 * num_rows, num_rows, replace=False)) + 1_000,
         "scattered": np.sort(generator.choice(NUM_STORED, num_rows, replace=False)),
     }
-
-
-@contextmanager
-def bare_server() -> Iterator[grpc.Channel]:
-    with serving() as address, grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
-        yield channel
 
 
 def fill(client: WeightClient) -> None:
