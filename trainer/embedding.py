@@ -49,6 +49,8 @@ def run(options: argparse.Namespace) -> NoReturn:
 def _embed(options: argparse.Namespace) -> str:
     """Writes the features; returns the line that says so."""
     check_part_arguments(options)
+    if options.decode_threads is not None and options.decode_threads < 1:
+        raise ValueError(f"--decode-threads must be at least 1, got {options.decode_threads}")
     in_parts = options.part or options.engine
     if not in_parts:
         check_output(options.output)

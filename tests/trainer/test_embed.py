@@ -272,6 +272,9 @@ def test_bad_input_is_one_line_before_anything_is_computed(
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert line.startswith("trainer.embed: ")
         assert message in line
+    for threads in (0, -1):
+        assert embed(run, tree, "--output", tmp_path / "a.npz", "--decode-threads", threads) == 1
+        assert f"--decode-threads must be at least 1, got {threads}" in capsys.readouterr().err
     assert embed(tmp_path / "absent", tree, "--output", tmp_path / "a.npz") == 1
     assert embed(run, tmp_path / "absent", "--output", tmp_path / "a.npz") == 1
     grey = run_with(EncoderConfig(image_size=28, width=8, blocks=(1,)), tmp_path / "grey", tree)
