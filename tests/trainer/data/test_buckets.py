@@ -761,7 +761,7 @@ def test_a_pack_of_parts_is_uploaded_and_verified(
     assert call("pack", "merge", str(joined)) == 0
     assert "holds packed images, which are uploaded as they are: omit the options" in refused(*upload_it, "--extend")
     capsys.readouterr()
-    for name in ("rows-000000000000.tar", "index-000000000000.bin", "images-000000000000.tsv"):
+    for name in ("images-000000000000.tsv", "rows-000000000000.tar", "index-000000000000.bin"):  # as they are sent
         content = damage(joined / name)
         assert f"{name} is damaged: pack the images again" in refused(*upload_it)
         assert not is_packed(target)
