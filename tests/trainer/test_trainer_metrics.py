@@ -122,9 +122,11 @@ def test_it_serves_on_loopback_until_closed(metrics: TrainerMetrics) -> None:
     address, close = metrics.serve(0)
     host, _, port = address.rpartition(":")
     assert host == "127.0.0.1"
-    with pytest.raises(OSError, match=rf"^cannot serve metrics on port {port} of 127.0.0.1: Address already in use$"):
+    remedy = "give another --metrics-port, or another --metrics-host$"
+    taken = rf"^cannot serve metrics on port {port} of 127.0.0.1 .Address already in use.: {remedy}"
+    with pytest.raises(OSError, match=taken):
         TrainerMetrics(run="run-b", rank=0, **SIZES).serve(int(port))
-    with pytest.raises(OSError, match=r"^cannot serve metrics on port 0 of \w+\.invalid: [\w ]*[nN]ame "):
+    with pytest.raises(OSError, match=rf"^cannot serve metrics on port 0 of \w+\.invalid .[\w ]*[nN]ame .*: {remedy}"):
         TrainerMetrics(run="run-b", rank=0, **SIZES).serve(0, "nowhere.invalid")
     close()
     with pytest.raises(ConnectionRefusedError):

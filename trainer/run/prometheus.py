@@ -104,7 +104,10 @@ class TrainerMetrics:
         try:
             bound, close = serve_metrics(self.registry, host, port)
         except OSError as error:
-            raise OSError(f"cannot serve metrics on port {port} of {host}: {error.strerror}") from error
+            raise OSError(
+                f"cannot serve metrics on port {port} of {host} ({error.strerror}): give another --metrics-port, or "
+                "another --metrics-host"
+            ) from error
         return f"{host}:{bound}", close
 
 
