@@ -184,14 +184,15 @@ def test_the_tables_of_figures_show_the_recorded_results() -> None:
     assert re.findall("<!-- figures: (.*) -->", text) == list(TABLES), "each once"
 
 
-def test_the_design_names_files_that_exist() -> None:
+@pytest.mark.parametrize("document", ["design", "guarantees"])
+def test_a_document_names_files_that_exist(document: str) -> None:
     """A module is named by its place in the repository, a package or a folder of it."""
     tracked = {
         str(path.relative_to(ROOT))
-        for top in ("weightserver", "trainer", "tests")
+        for top in ("weightserver", "trainer", "tests", "benchmarks")
         for path in (ROOT / top).rglob("*.py")
     }
-    named = set(re.findall(r"`([\w/]+\.py)\b", (ROOT / "docs/design.md").read_text()))
+    named = set(re.findall(r"`([\w/]+\.py)\b", (ROOT / f"docs/{document}.md").read_text()))
     assert len(named) > 40
     missing = {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in tracked)}
     assert not missing
