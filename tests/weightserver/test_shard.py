@@ -23,6 +23,7 @@ from tests.helpers.stored import decoded, get, put, stored, version_of
 from tests.helpers.watching import wait_until
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import (
+    DamagedFileError,
     DataLossError,
     FencedError,
     InvalidRequestError,
@@ -48,7 +49,7 @@ from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Comm
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
 from weightserver.shard.transaction import WriteHeader
-from weightserver.storage import records
+from weightserver.storage import integrity, records
 from weightserver.storage.integrity import check_pages
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -455,13 +456,21 @@ def test_a_truncated_file_is_refused_or_complete(tmp_path: Path) -> None:
         data.write_bytes(whole[:num_bytes])
         try:
             found = LmdbStorage(tmp_path, readonly=True)
-        except StorageError:
+        except DamagedFileError:
             num_refused += 1
             continue
         with found.read() as txn:
             assert [(get(txn, block) or b"")[-1] for block in range(6)] == list(range(6))
         found.close()
     assert num_refused > 10
+
+
+def test_a_check_that_is_killed_says_nothing_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.mdb").write_bytes(bytes(8192))
+    monkeypatch.setattr(integrity, "_command", lambda data: ["sh", "-c", "kill -KILL $$"])
+    with pytest.raises(StorageError, match=r"could not be checked \(exit status -9\)") as refused:
+        integrity.check_end(tmp_path / "data.mdb")
+    assert not isinstance(refused.value, DamagedFileError)
 
 
 def test_a_shard_knows_its_ancestors(tmp_path: Path) -> None:

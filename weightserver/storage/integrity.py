@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 import lmdb
 import lmdb.verify
 
-from weightserver.core.errors import DamagedFileError
+from weightserver.core.errors import DamagedFileError, StorageError
 from weightserver.storage.interface import DATABASES
 
 _LARGE_BYTES = 2 << 30
@@ -49,9 +50,15 @@ def check_end(data: Path) -> None:
 
     Raises:
         DamagedFileError: one does.
+        StorageError: the other process ended for another reason, for want of memory perhaps.
     """
-    if subprocess.run([*_command(data), "values"], capture_output=True, check=False).returncode:
-        raise _damaged(data, [f"it ends after {data.stat().st_size} bytes, and its pages later"])
+    ended = subprocess.run([*_command(data), "values"], capture_output=True, text=True, check=False)
+    short = f"ends after {data.stat().st_size} bytes, and its pages later"
+    if ended.returncode in (-signal.SIGBUS, -signal.SIGSEGV):
+        raise _damaged(data, [f"it {short}"])
+    if ended.returncode:
+        reason = [f"exit status {ended.returncode}", *ended.stderr.splitlines()][-1]
+        raise StorageError(f"{data.parent}: {data.name} {short}: whether they are used could not be checked ({reason})")
 
 
 def _damaged(data: Path, problems: list[str]) -> DamagedFileError:
