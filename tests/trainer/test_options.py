@@ -257,6 +257,8 @@ def test_all_problems_are_found_and_name_their_settings() -> None:
     assert [problem.settings for problem in config.problems()] == [(name,) for name in wrong]
     config = TrainConfig().with_settings(rows="dense", resume=True, labels="classes", extend=True)
     assert [problem.settings for problem in config.problems()] == [("rows", "resume"), ("labels", "extend")]
+    of_two = parse_config(["synthetic", "--encoder.pixel-mean", "0.5", "--encoder.pixel-std", "nan"])
+    assert [problem.settings for problem in of_two.problems()] == [("encoder.pixel_mean",)], "it is said once"
 
 
 def test_options_of_an_encoder_are_literals_or_texts() -> None:
