@@ -18,7 +18,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.operations.plan import Workload, plan
 from weightserver.torch import Rows
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.rows import ResidentRows
+from weightserver.torch.rows import ResidentRows, resident
 from weightserver.torch.rows.slots import NoRoomError
 
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=7, weight_decay=0.01)
@@ -37,6 +37,9 @@ class WatchedClient:
 
     def require_session(self) -> None:
         self._client.require_session()
+
+    def fetch(self, rows: Int64Array, **options: Any) -> Any:
+        return self._client.fetch(rows, **options)
 
     def fetch_state(self, rows: Int64Array, **options: Any) -> RowState:
         self.fetched.append(rows)
@@ -208,6 +211,18 @@ def test_a_step_whose_rows_exceed_the_queue_waits_for_earlier_writes_only(
     step_with(store, 2, np.arange(20, 30))
     assert watched.written[0].tolist() == list(range(10))
     assert store.counters.write_back_pending_rows == 10
+
+
+def test_rows_of_a_step_may_leave_in_several_parts(
+    client: WeightClient, make_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident, "_ROWS_PER_PART", 4)
+    store = make_store(capacity=10, prefetch_steps=0)
+    step_with(store, 0, np.arange(10))
+    held = store.peek(np.arange(10), step=1)
+    step_with(store, 1, np.arange(10, 20))
+    store.flush()
+    np.testing.assert_array_equal(client.fetch(np.arange(10), step=1), held)
 
 
 def test_rows_that_did_not_change_are_not_written(watched: WatchedClient, make_store: Any) -> None:
