@@ -31,8 +31,10 @@ exit $highest
 TRAINER = ["fashion-mnist", "--checkpoint-every", "50"]
 
 
-def tasks(script: str, folder: Path, *arguments: str, status: int = 0, nodes: int = 2, each: int = 1) -> list[Started]:
-    """What the tasks of a job start; every program ends with `status`."""
+def tasks(
+    script: str, folder: Path, *arguments: str, status: int = 0, nodes: int = 2, each: int = 1, given: str = ""
+) -> list[Started]:
+    """What the tasks of a job start, with `given`, NAME=VALUE ..., in its environment; programs end with `status`."""
     programs = RecordedPrograms(folder, "weightserver", "train.sh", status=status)
     folder = folder / "programs"
     (folder / "srun").write_text(SRUN)
@@ -42,6 +44,7 @@ def tasks(script: str, folder: Path, *arguments: str, status: int = 0, nodes: in
     environment = {"SLURM_NTASKS": str(nodes * each), "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_ID": "71"}
     environment |= {"SLURM_JOB_NODELIST": "a[1-2]", "TRAIN": "train.sh", "CERTIFICATES": "/certs", "OUTPUT": "runs/a"}
     environment |= {"SERVERS": "ws{0..3}:50051", "SLURM_SUBMIT_DIR": "/", "PATH": programs.path, "HOME": "/"}
+    environment |= dict(setting.split("=") for setting in given.split())
     done = subprocess.run(
         ["bash", SLURM / f"{script}.sbatch", *arguments], env=environment, capture_output=True, text=True, timeout=60
     )
@@ -69,6 +72,13 @@ def test_each_task_is_a_shard_with_ports_of_its_own(tmp_path: Path) -> None:
     assert [one.metrics_port for one in parsed] == [9101, 9102] * 2
     assert [str(one.data_dir) for one in parsed] == [f"/local/weightserver/shard-{shard}" for shard in range(4)]
     assert not any(one.init or one.insecure for one in parsed)
+
+
+@pytest.mark.parametrize(("restarts", "is_first"), [("", True), (" SLURM_RESTART_COUNT=1", False)])
+def test_a_job_that_starts_again_begins_no_shard(restarts: str, is_first: bool, tmp_path: Path) -> None:
+    """Slurm starts it in the environment in which it was submitted."""
+    started = tasks("shards", tmp_path, given=f"INIT=--init{restarts}")
+    assert [weightserver.cli._parser().parse_args(one.arguments).init for one in started] == [is_first] * 2
 
 
 @pytest.mark.parametrize("status", [0, 143, 1])
