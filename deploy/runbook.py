@@ -97,7 +97,8 @@ FORMS = {
         inside="kubectl exec weightserver-{} -- ",
         aside="kubectl exec weightserver-tools -- ",
         calling="kubectl exec service/weightserver -- ",
-        stop="kubectl scale statefulset/weightserver --replicas 0 && kubectl wait --for=delete pod/weightserver-{}",
+        stop="kubectl scale statefulset/weightserver --replicas 0 && kubectl wait --for=delete --timeout=90s "
+        "pod/weightserver-{}",
         shard="weightserver-{}.weightserver.default.svc",
         trainer="kubectl exec job/trainer-first-0 -- ",
         resume="kubectl delete jobset trainer --ignore-not-found && kubectl apply -k deploy/kubernetes/overlays/small",

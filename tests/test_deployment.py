@@ -211,6 +211,18 @@ def test_one_prometheus_takes_a_second_cluster(tmp_path: Path) -> None:
 # ---- images
 
 
+def test_new_shards_take_the_place_of_old_ones_however_often_it_is_tried(tmp_path: Path) -> None:
+    """By the command of docs/deployment.md, which the deployment's test runs too; also after it was interrupted."""
+    assert f"'{cluster.SWAP}'" in (ROOT / "docs/deployment.md").read_text()
+    for volume in ("0/shard", "0/new", "1/old", "1/new", "2/new"):  # shard 1 was interrupted, shard 2 is a new one
+        (tmp_path / volume).mkdir(parents=True)
+        (tmp_path / volume / volume[2:]).touch()
+    for _ in range(2):
+        subprocess.run(["sh", "-ec", cluster.SWAP.replace("/data/", f"{tmp_path}/")], check=True)
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {"0/shard/new", "0/old/shard", "1/shard/new", "1/old/old", "2/shard/new"}
+
+
 def test_images_are_pinned_and_of_this_version() -> None:
     images = {service["image"] for service in COMPOSE["services"].values()}
     own = {image for image in images if image.startswith("pic-")}

@@ -19,6 +19,11 @@ from deploy.bring_up.report import check, say, wait_until
 from deploy.bring_up.settings import COMPOSE_FILE, LISTEN, PROJECT, ROOT, Json
 from weightserver import ClientSecurity, WeightClient
 
+SWAP = (
+    "for v in /data/*; do [ -e $v/new ] || continue; [ ! -e $v/shard ] || mv $v/shard $v/old; mv $v/new $v/shard; done"
+)
+"""Gives new shards the place of old ones."""
+
 
 def compose_file() -> Json:
     found: Json = yaml.safe_load(COMPOSE_FILE.read_text())
@@ -131,8 +136,7 @@ def reshard(docker: Docker, directory: Path) -> Shards:
         say(docker.run("run", *shared, *volume, WEIGHTSERVER_IMAGE, *command).strip())
     docker.up("stop", *names[:2])
     mounts = [word for shard in range(3) for word in ("-v", f"{PROJECT}_shard-{shard}:/data/{shard}")]
-    swap = "for v in /data/[0-9]; do if [ -e $v/shard ]; then mv $v/shard $v/old; fi; mv $v/new $v/shard; done"
-    docker.run("run", "--rm", *mounts, "--entrypoint", "sh", WEIGHTSERVER_IMAGE, "-c", swap)
+    docker.run("run", "--rm", *mounts, "--entrypoint", "sh", WEIGHTSERVER_IMAGE, "-ec", SWAP)
     docker.up("up", "-d", *names, override=override)
     wait_healthy(docker, names)
     return Shards.of(docker, directory, 3)
