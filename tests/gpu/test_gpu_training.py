@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from itertools import product
 from pathlib import Path
@@ -102,6 +103,16 @@ def train_and_tell_gpus(output: Path, settings: dict[str, Any], told: Path) -> N
 # ---- on GPUs and on the CPU
 
 TRAINED = [*product((1, 2, ALL), ("generated", "decoded"), ("float32", "bfloat16"))]
+
+
+def test_the_page_on_gpus_begins_with_those_on_one() -> None:
+    """The words by which its command chooses tests are in the names of these, and of no others."""
+    page = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
+    words = re.findall(r"-k '(\S+) and (\S+)'", page)[0]
+    names = {case: f"test_losses_are_those_of_the_cpu[{'-'.join(map(str, case))}]" for case in TRAINED}
+    assert [case for case, name in names.items() if all(word in name for word in words)] == [
+        case for case in TRAINED if case[0] == 1
+    ]
 
 
 @pytest.mark.gpu
