@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _settings(arguments: list[str]) -> TrainConfig:
     """The settings of a command line. Ends the process for --help, --print-config or an error."""
     from trainer.config_file import parse_with_file, to_toml
-    from trainer.data.config import SIZES
+    from trainer.data.config import DECODED, SIZES
     from trainer.presets import PRESETS
     from trainer.proportions import proportions
 
@@ -67,8 +67,9 @@ def _settings(arguments: list[str]) -> TrainConfig:
         config = command.config()
     if only_prints:
         config.check()
-        sys.stdout.write(to_toml(config, command.preset or "fashion-mnist"))
         num_images = config.data.num_images or SIZES.get(config.data.dataset)
+        kept = config.with_settings(num_images=None) if config.data.dataset in DECODED else config  # which run whole
+        sys.stdout.write(to_toml(kept, command.preset or "fashion-mnist"))
         if num_images and config.sampling.labels is None:  # how many classes they share only the images tell
             sys.stdout.writelines(f"# {line}\n" for line in proportions(config, num_images).lines())
         sys.exit(0)

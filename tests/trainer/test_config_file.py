@@ -55,6 +55,15 @@ def test_settings_are_printed_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_number_of_packed_images_is_for_the_comments_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run takes all images of a folder or pack, and refuses a number of them."""
+    with pytest.raises(SystemExit):
+        main(["imagenet-1k", "--data-dir", "packed", "--num-images", "1281167", "--print-config"])
+    settings, proportions = capsys.readouterr().out.split("# ", maxsplit=1)
+    assert settings == 'preset = "imagenet-1k"\ndata_dir = "packed"\n'
+    assert "# visits to each row: 200\n" in proportions
+
+
 def test_what_is_chosen_for_ones_own_images_is_written_and_read_back(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
