@@ -39,7 +39,7 @@ class EvaluationOptions(Settings):
     """The images, the device, and the name of the result."""
 
     dataset: str | None = None
-    """Labelled images: fashion-mnist, idx, folder or packed. Default: the run's, or fashion-mnist."""
+    """Labelled images: fashion-mnist, cifar-10, idx, folder or packed. Default: the run's, or fashion-mnist."""
     data_dir: Path | None = None
     """Folder of the images. Default: the run's."""
     device: str = "auto"
