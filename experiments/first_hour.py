@@ -87,7 +87,7 @@ STEPS = (
     ),
     Step(
         title="What the run is worth",
-        text="One HTML page with curves, results, nearest neighbours and confusion:",
+        text="One HTML page with curves, results and nearest neighbours:",
         command="pic report runs/pictures",
     ),
     Step(
@@ -105,7 +105,7 @@ STEPS = (
     ),
     Step(
         text="And when something is wrong, one line says what, and what to do:",
-        command="pic train pictures --num-negatives 9999 --epochs 0",
+        command="pic train pictures --num-negatives 9999",
         status=1,
     ),
 )

@@ -34,8 +34,10 @@ def test_the_commands_run_and_leave_what_the_page_shows(tmp_path: Path, monkeypa
         assert (tmp_path / left).exists(), left
 
 
-def test_the_page_shows_the_commands_of_today() -> None:
-    assert re.findall(r"^    \$ (.+)$", PAGE.read_text(), re.MULTILINE) == [step.command for step in STEPS]
+def test_the_page_shows_the_commands_and_sentences_of_today() -> None:
+    text = PAGE.read_text()
+    assert re.findall(r"^    \$ (.+)$", text, re.MULTILINE) == [step.command for step in STEPS]
+    assert re.findall(r"^\w.*:$", text, re.MULTILINE) == [step.text for step in STEPS if step.text.endswith(":")]
 
 
 def test_the_page_is_of_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
