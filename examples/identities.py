@@ -1,6 +1,6 @@
 """A classifier of identities with several images each, tested on identities that it never saw.
 
-    python examples/identities.py [OUTPUT] [EPOCHS]
+    python examples/identities.py [OUTPUT] [EPOCHS]      pip install '.[examples]'
 
 An identity is a place in one of two photographs, an image of it that place with another shift, light and noise: put a
 data set of faces or products here, which yields (identity, image). The head starts a weight server on this machine, or

@@ -1,6 +1,6 @@
 """A classifier with one class for each image, in a loop of one's own.
 
-    python examples/own_loop.py [OUTPUT] [EPOCHS]
+    python examples/own_loop.py [OUTPUT] [EPOCHS]      pip install '.[examples]'
 
 The head starts a weight server on this machine, which keeps the rows in OUTPUT/rows. Run it again with more epochs: it
 continues from OUTPUT/state.pt.
