@@ -135,6 +135,22 @@ def test_more_images_and_better_machines_take_larger_encoders() -> None:
     assert fewest.sampling.window_size == fewest.sampling.window_stride == 500, "epoch order"
 
 
+def test_short_runs_have_a_stronger_weight_decay() -> None:
+    """By their learning rates, also given ones; long runs have the paper's."""
+    images = survey(2_000)
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({"epochs": 100.0}, 1e-3),
+        ({"epochs": 400.0}, 3.2e-4),  # 6,250 steps of 128 images, of 0.05 on average
+        ({"epochs": 400.0, "learning_rate": 0.2}, 1.6e-4),
+        ({"steps": 10**6}, 1e-4),
+        ({"learning_rate": 0.0}, 1e-3),
+        ({"steps": 10**6, "weight_decay": 0.5}, 0.5),
+    ]
+    for given, decay in cases:
+        assert chosen(images, TWO_CORES, **given).optimization.weight_decay == decay, given
+    assert chosen(survey(1_281_167), GPU).optimization.weight_decay == 1e-4
+
+
 @pytest.mark.parametrize("number", [20, 500, 2_047, 2_048, 60_000, 130_000])
 def test_short_runs_have_few_classes_in_a_step(number: int) -> None:
     """K far above B collapsed the encoder in runs of so few images (docs/results-fashion-mnist.md, Table 2)."""
