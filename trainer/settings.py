@@ -72,7 +72,7 @@ def problems_of(part: Settings) -> list[SettingError]:
             part.check()
         except SettingError as problem:
             named = {name for known in problems for name in known.settings}
-            if not problem.settings or named.isdisjoint(problem.settings):
+            if named.isdisjoint(problem.settings):
                 problems.append(problem)  # else it comes from the default that replaced a wrong value
             before, part = part, changed(part, {name: _default(part, name) for name in problem.settings})
             if part != before:
