@@ -16,7 +16,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.helpers.image_tree import plain_tree
 from tests.helpers.object_store import KEY, SECRET, Fault, Proxy, credentials, object_store, stored
 from tests.helpers.small_run import losses, small_run
 from tests.helpers.watching import wait_until
+from tests.trainer.data.written import write_tar
 from trainer.__main__ import main as start
 from trainer.data import bucket_packs, bucket_sources, cache, load_dataset, numbered_shards, pack_files
 from trainer.data.bucket_sources import local_source
@@ -94,13 +95,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """The server, with the pack in its bucket."""
     with object_store(tmp_path_factory.mktemp("server"), "images") as proxy:
-        for path in (path for path in directory.rglob("*") if path.is_file()):
-            upload(path, PACK / path.relative_to(directory))
+        upload_all(directory, PACK)
         yield proxy
 
 
-def upload(path: Path, target: Path) -> None:
-    put(target, path.read_bytes())
+def upload_all(directory: Path, target: Path) -> None:
+    """As other programs do: without checksums."""
+    for path in (path for path in directory.rglob("*") if path.is_file()):
+        put(target / path.relative_to(directory), path.read_bytes())
 
 
 def put(target: Path, content: bytes, attributes: Any = None) -> None:
@@ -171,9 +173,7 @@ def test_a_run_on_a_bucket_is_that_on_a_disk(bucket: Proxy, directory: Path, tmp
     train(small_run(tmp_path / "again", data_dir=PACK, **settings, **cached))
     assert losses(tmp_path / "again") == losses(tmp_path / "disk")
     assert not bucket.ranges()
-    copy = Path("s3://images/copy")
-    for path in (path for path in directory.rglob("*") if path.is_file()):
-        upload(path, copy / path.relative_to(directory))
+    upload_all(directory, Path("s3://images/copy"))
     run = ["--run", str(tmp_path / "again"), "--output", str(tmp_path), "--name", "result"]
     for where, data_dir in (([], "s3://images/packed"), (["--data-dir", "s3://images/copy"], "s3://images/copy")):
         evaluate(["knn", *run, *where])
@@ -275,10 +275,8 @@ def test_a_file_of_a_pack_that_is_damaged_or_replaced_ends_the_run(
 def test_a_file_without_checksums_that_is_replaced_while_it_is_read_ends_the_run(
     bucket: Proxy, directory: Path, tmp_path: Path
 ) -> None:
-    """As other programs upload it."""
     target, file = Path("s3://images/by-hand"), "rows-000000000000.tar"
-    for path in (path for path in directory.rglob("*") if path.is_file()):
-        upload(path, target / path.relative_to(directory))
+    upload_all(directory, target)
     images = PackedImages(target, options(tmp_path))
     images.read_row(0)
     put(target / file, bytes((directory / file).stat().st_size))
@@ -334,15 +332,13 @@ def test_missing_credentials_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -
     with socket.create_server(("127.0.0.1", 0)) as metadata:
         monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{metadata.getsockname()[1]}")
         assert objects._has_credentials()
-    for given in ({}, {"AWS_ACCESS_KEY_ID": KEY}):
-        with monkeypatch.context() as partly:
-            for name, value in given.items():
-                partly.setenv(name, value)
-            objects._bucket.cache_clear()
-            with pytest.raises(ObjectStoreError) as ended:
-                objects.read(PACK)
-            assert str(ended.value) == f"s3://images: {Reason.NO_CREDENTIALS.value}"
-            assert KEY not in str(ended.value)
+    for name in ("ANOTHER_VARIABLE", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.setenv(name, KEY)
+        objects._bucket.cache_clear()
+        with pytest.raises(ObjectStoreError) as ended:
+            objects.read(PACK)
+        assert str(ended.value) == f"s3://images: {Reason.NO_CREDENTIALS.value}"
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/a/token")
     assert objects._has_credentials()
 
@@ -421,11 +417,10 @@ def test_bad_arguments_and_disks_are_one_line(
     with pytest.raises(ValueError, match=r"--cache-dir .*file cannot be written \(Not a directory\)"):
         PackedImages(PACK, SourceOptions(cache_dir=tmp_path / "file"))
     for place in ("s3://a-key:a-secret@images/packed", "gs://a-secret@images/packed"):
-        assert call("pack", str(tmp_path), place) == 2
+        assert call("pack", tmp_path, place) == 2
         (*_, line) = capsys.readouterr().err.splitlines()
         assert "@images/packed has credentials, which files and messages would repeat: give s3://BUCKET/KEY" in line
-        assert "a-key" not in line
-        assert "a-secret" not in line
+        assert not any(secret in line for secret in ("a-key", "a-secret"))
     put(Path("s3://images/damaged/manifest.json"), b"{}")
     with pytest.raises(ValueError, match=r"^s3://images/damaged/manifest\.json is damaged"):
         Manifest.load(Path("s3://images/damaged"))
@@ -437,9 +432,6 @@ def test_bad_arguments_and_disks_are_one_line(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     for call_of_disk, message in (("os.utime", "cannot be written"), ("os.pread", "cannot be read")):
         read = PackedImages(PACK, options(tmp_path / "read"))
         read.read_row(0)
@@ -447,12 +439,6 @@ def test_bad_arguments_and_disks_are_one_line(
             failing.setattr(call_of_disk, fail)
             with pytest.raises(ValueError, match=message):
                 read.read_row(0)
-    monkeypatch.setattr("os.posix_fallocate", full)
-    images = PackedImages(PACK, options(tmp_path))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"\(No space left on device\): free space, or give a lower --cache-gib"):
-            images.read_row(0)
-    assert not list((tmp_path / "cache/pieces").iterdir())
 
 
 @pytest.mark.parametrize("what", ["a pack", "numbered tars"])
@@ -502,21 +488,15 @@ def test_a_bucket_is_trained_on_by_its_name_alone(
 @pytest.fixture
 def shards(bucket: Proxy, tmp_path: Path) -> Path:
     """Three tars of samples, here and in the bucket."""
-    for number, tree in enumerate(plain_tree(tmp_path / f"tree-{number}", 12) for number in range(3)):
-        path = tmp_path / "shards" / f"{number:05d}.tar"
-        path.parent.mkdir(exist_ok=True)
-        with tarfile.open(path, "w") as tar:
-            for image in sorted(tree.rglob("*.jpg")):
-                tar.add(image, f"{number}{image.stem}.jpg")
-                (tree / "label").write_text(str(int(image.stem) % 3))
-                tar.add(tree / "label", f"{number}{image.stem}.cls")
-        with path.open("ab") as padded:  # all have one length
-            padded.truncate(_SHARD_BYTES)
-        upload(path, Path("s3://images/source") / path.name)
+    for number in range(3):
+        members = dict[str, bytes]()
+        for image in sorted(plain_tree(tmp_path / f"tree-{number}", 12).rglob("*.jpg")):
+            members[f"{number}{image.stem}.jpg"] = image.read_bytes()
+            members[f"{number}{image.stem}.cls"] = b"%d" % (int(image.stem) % 3)
+        with write_tar(tmp_path / "shards" / f"{number:05d}.tar", members).open("ab") as padded:
+            padded.truncate(20 * tarfile.RECORDSIZE)  # all have one length
+    upload_all(tmp_path / "shards", SOURCE.parent)
     return tmp_path / "shards"
-
-
-_SHARD_BYTES = 20 * tarfile.RECORDSIZE
 
 
 def test_sources_in_a_bucket_are_those_on_a_disk(bucket: Proxy, shards: Path, tmp_path: Path) -> None:
@@ -526,13 +506,14 @@ def test_sources_in_a_bucket_are_those_on_a_disk(bucket: Proxy, shards: Path, tm
     assert bytes(far.train.listing.content) == bytes(near.train.listing.content)
     assert contents_of(far.train.listing) == contents_of(near.train.listing)
     bucket.heal()
-    command = ["pack", str(SOURCE), str(tmp_path / "far"), "--cache-dir", str(tmp_path / "cache")]
-    assert call(*command) == call("pack", str(shards / "{00000..00002}.tar"), str(tmp_path / "near")) == 0
+    command = ["pack", SOURCE_NAME, tmp_path / "far", "--cache-dir", tmp_path / "cache"]
+    assert call(*command) == call("pack", shards / "{00000..00002}.tar", tmp_path / "near") == 0
     assert Manifest.load(tmp_path / "far").shards == Manifest.load(tmp_path / "near").shards
     assert not bucket.ranges()
     assert len(bucket.lists()) == 1
-    upload(shards / "00000.tar", SOURCE.with_name("00001.tar"))  # of the same length, perhaps in the same second
-    (tmp_path / "cache/sources/images/source/gone.tar").write_bytes((shards / "00000.tar").read_bytes())
+    content = (shards / "00000.tar").read_bytes()
+    put(SOURCE.with_name("00001.tar"), content)  # of the same length, perhaps in the same second
+    (tmp_path / "cache/sources/images/source/gone.tar").write_bytes(content)
     copied = read_source(SOURCE.parent, options(tmp_path)).train.listing
     assert len(copied) == 36
     assert {one.path for one in bucket.ranges()} == {"/images/source/00001.tar"}
@@ -587,11 +568,8 @@ def test_a_tar_that_cannot_be_listed_is_one_line(
     """By its name in the bucket, from another process too."""
     monkeypatch.setattr(numbered_shards, "SHARDS_A_PROCESS", 1)
     source = SourceOptions(cache_dir=tmp_path / "cache", cache_gib=1e-6)
-    (tmp_path / "1.json").write_text('{"boxes": [1, 2]}')
-    with tarfile.open(tmp_path / "boxes.tar", "w") as tar:
-        tar.add(tmp_path / "1.json", "1.jpg")
-        tar.add(tmp_path / "1.json", "1.json")
-    upload(tmp_path / "boxes.tar", SOURCE.with_name("00001.tar"))
+    boxes = write_tar(tmp_path / "boxes.tar", dict.fromkeys(("1.jpg", "1.json"), b'{"boxes": [1, 2]}'))
+    put(SOURCE.with_name("00001.tar"), boxes.read_bytes())
     with pytest.raises(ValueError, match=r"^00001\.tar:1\.json: \[1, 2\] is no label.* another column or key$"):
         read_source(SOURCE, replace(source, label_key="boxes"))
     put(SOURCE.with_name("00001.tar"), (shards / "00001.tar").read_bytes()[: tarfile.BLOCKSIZE + 10])
@@ -615,13 +593,13 @@ def test_a_tar_that_is_cut_off_after_it_was_listed_ends_the_pack(
 
 
 def test_images_of_a_bucket_have_their_names_there(
-    bucket: Proxy, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bucket: Proxy, shards: Path, tmp_path: Path, refused: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whichever --cache-dir copies them: none is added twice, parts join, and no file or message names the copies."""
     packed = tmp_path / "packed"
 
-    def command(source: Path, output: Path, cache_dir: str, *more: str) -> list[str]:
-        return ["pack", objects.shown(source), str(output), "--cache-dir", str(tmp_path / cache_dir), *more]
+    def command(source: Path, output: Path, cache_dir: str, *more: str) -> list[object]:
+        return ["pack", objects.shown(source), output, "--cache-dir", tmp_path / cache_dir, *more]
 
     assert call(*command(SOURCE, packed, "one")) == 0
     whole = Manifest.load(packed)
@@ -632,12 +610,11 @@ def test_images_of_a_bucket_have_their_names_there(
         joined = tmp_path / f"joined-{number}"
         for part, cache_dir in enumerate(("one", "two")):
             assert call(*command(source, joined, cache_dir, "--part", f"{part}/2")) == 0
-        assert call("pack", "merge", str(joined)) == 0
-        assert Manifest.load(joined).is_of(source)
+        assert merge(joined).is_of(source)
         assert Manifest.load(joined).shards == whole.shards or source.name == "00001.tar"
     assert Manifest.load(tmp_path / "joined-0") == whole
     capsys.readouterr()
-    assert call("inspect", str(packed)) == call("inspect", str(SOURCE), "--cache-dir", str(tmp_path / "two")) == 0
+    assert call("inspect", packed) == call("inspect", SOURCE_NAME, "--cache-dir", tmp_path / "two") == 0
     said = capsys.readouterr().out
     assert f"  36 images of {SOURCE_NAME}\n" in said
     assert f"\n{SOURCE_NAME}\n" in said
@@ -648,14 +625,10 @@ def test_images_of_a_bucket_have_their_names_there(
     manifest = packed / "manifest.json"
     cache = f"{tmp_path}/old/sources/"  # as packs were written before
     manifest.write_text(manifest.read_text().replace("s3://", cache))
-    assert call(*command(SOURCE, packed, "two", "--extend")) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == (
+    assert refused(*command(SOURCE, packed, "two", "--extend")) == (
         f"pic pack: {packed} may hold images of s3://images/source already, by the name of their copy "
         f"{cache}images/source: replace {cache} by s3:// in its manifest.json if it does, or give another directory"
     )
-    manifest.write_text(manifest.read_text().replace(cache, "s3://"))
-    assert call(*command(SOURCE, packed, "two", "--extend")) == 0
-    assert Manifest.load(packed) == whole
 
 
 def contents_of(listing: Listing) -> list[bytes]:
@@ -664,21 +637,15 @@ def contents_of(listing: Listing) -> list[bytes]:
 
 def test_sources_that_are_missing_or_too_large_are_one_line(bucket: Proxy, shards: Path, tmp_path: Path) -> None:
     for source, mib, message in (
-        (
-            "s3://images/source/{00001..00003}.tar",
-            10.0,
-            "1 of its 3 files are missing, first s3://images/source/00003.tar",
-        ),
+        ("s3://images/source/{00001..00003}.tar", 10.0, "1 of its 3 files are missing, first s3://images/source/00003"),
         ("s3://images/no/{00001..00003}.tar", 10.0, "3 of its 3 files are missing"),
         ("s3://nowhere/{00001..00003}.tar", 10.0, f"s3://nowhere: {Reason.MISSING.value}"),
         ("s3://images/no", 10.0, f"s3://images/no: {Reason.MISSING.value}"),
-        (str(SOURCE.parent), 0.01, "more than --cache-gib: give more"),
+        ("s3://images/source", 0.01, "more than --cache-gib: give more"),
         ("s3://images/source/{00001..00001}.zip", 10.0, "1 of its 1 files are missing"),
     ):
         with pytest.raises(ValueError, match=message):
             read_source(Path(source), options(tmp_path, mib))
-    with pytest.raises(ValueError, match="give --cache-dir"):
-        read_source(SOURCE)
     assert not list((tmp_path / "cache").rglob("*.tar"))
 
 
@@ -688,7 +655,7 @@ def test_a_pack_is_uploaded_continued_and_extended(bucket: Proxy, tmp_path: Path
     tree = plain_tree(tmp_path / "tree/train", 30).parent
     plain_tree(tree / "val", 10)
     pack(tree, place, PackOptions())
-    command = ["pack", str(place), "s3://images/made"]
+    command = ["pack", place, "s3://images/made"]
     bucket.refused = "/images/made/images-"
     assert call(*command) == 1
     assert not is_packed(target)
@@ -719,7 +686,7 @@ def test_a_pack_is_uploaded_continued_and_extended(bucket: Proxy, tmp_path: Path
 
 
 def test_another_pack_at_the_place_of_an_upload_stays_as_it_is(
-    bucket: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bucket: Proxy, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     """Test images are sent first, and would be those of another pack."""
     tree = plain_tree(tmp_path / "tree/train", 6).parent
@@ -727,46 +694,38 @@ def test_another_pack_at_the_place_of_an_upload_stays_as_it_is(
     pack(tree, tmp_path / "split", PackOptions())
     pack(tree / "train", tmp_path / "plain", PackOptions(order_seed=3))
     for there, here in (("plain", "split"), ("split/test", "plain")):
-        target = Path("s3://images/another", there)
-        assert call("pack", str(tmp_path / there), f"s3://images/another/{there}") == 0
-        before = stored(target.parent)
-        capsys.readouterr()
-        assert call("pack", str(tmp_path / here), f"s3://images/another/{there.removesuffix('/test')}") == 1
-        assert re.search("holds (another pack|test images)", capsys.readouterr().err)
-        assert stored(target.parent) == before
+        target = "s3://images/another"
+        assert call("pack", tmp_path / there, f"{target}/{there}") == 0
+        before = stored(Path(target))
+        wrong = refused("pack", tmp_path / here, f"{target}/{there.removesuffix('/test')}")
+        assert re.search("holds (another pack|test images)", wrong)
+        assert stored(Path(target)) == before
     assert call("verify", "s3://images/another/split") == 1, "there are test images only"
 
 
 def test_a_pack_of_parts_is_uploaded_and_verified(
-    bucket: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bucket: Proxy, tmp_path: Path, refused: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It needs no --cache-dir; what is damaged here is not sent, and the manifest only when all else is there."""
     target, joined = Path("s3://images/joined"), tmp_path / "joined"
     tree = plain_tree(tmp_path / "tree/train", 30).parent
     plain_tree(tree / "val", 10)
 
-    def refused(*arguments: str) -> str:
-        assert call(*arguments) == 1
-        return capsys.readouterr().err.splitlines()[-1]
-
-    def damage(path: Path) -> bytes:
-        content = path.read_bytes()
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        return content
-
-    upload_it = ["pack", str(joined), "s3://images/joined"]
+    upload_it = ["pack", joined, "s3://images/joined"]
     for part in range(2):
         pack(tree, joined, PackOptions(tar_bytes=10_000, part=Part(part, 2)))
         assert "joined is not finished: repeat the command that packs it; 'pic pack merge'" in refused(*upload_it)
-    assert call("pack", "merge", str(joined)) == 0
+    assert call("pack", "merge", joined) == 0
     assert "holds packed images, which are uploaded as they are: omit the options" in refused(*upload_it, "--extend")
-    capsys.readouterr()
-    for name in ("images-000000000000.tsv", "rows-000000000000.tar", "index-000000000000.bin"):  # as they are sent
-        content = damage(joined / name)
-        assert f"{name} is damaged: pack the images again" in refused(*upload_it)
+    names = ["images-000000000000.tsv", "rows-000000000000.tar", "index-000000000000.bin"]  # as they are sent
+    for path in (joined / name for name in names):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert f"{path.name} is damaged: pack the images again" in refused(*upload_it)
         assert not is_packed(target)
-        (joined / name).write_bytes(content)
+        path.write_bytes(content)
     assert objects.below(target)
+    capsys.readouterr()
     assert call(*upload_it) == 0
     assert capsys.readouterr().out.endswith(f"s3://images/joined holds the pack; {joined} is not needed any more\n")
     far, near = PackedImages(target, options(tmp_path)), PackedImages(joined)
@@ -774,12 +733,7 @@ def test_a_pack_of_parts_is_uploaded_and_verified(
     assert list(map(far.path, range(30))) == list(map(near.path, range(30)))
     assert call("verify", "s3://images/joined") == call("verify", "s3://images/joined/test") == 0
     assert capsys.readouterr().out.startswith("s3://images/joined: all files match their checksums\n")
-    for name in (
-        "rows-000000000000.tar",
-        "index-000000000000.bin",
-        "images-000000000000.tsv",
-        "shards-000000000000.jsonl",
-    ):
+    for name in (*names, "shards-000000000000.jsonl"):
         content, noted = objects.read(target / name), attributes_of(target / name)
         put(target / name, content, noted | {"sha256": "of another"})
         line = f"pic verify: s3://images/joined/{name} is missing or does not match its checksum: pack the images"
@@ -792,15 +746,14 @@ def test_a_pack_of_parts_is_uploaded_and_verified(
 
 
 def test_of_two_commands_that_pack_to_one_place_one_is_refused(
-    bucket: Proxy, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bucket: Proxy, directory: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     """Also after the first was killed, which may be repeated anywhere, or given up."""
-    tree, target = str(plain_tree(tmp_path / "tree", 3)), Path("s3://images/two")
-    upload_it = ["pack", str(shutil.copytree(directory, tmp_path / "copy")), "s3://images/two"]
+    tree, target = plain_tree(tmp_path / "tree", 3), Path("s3://images/two")
+    upload_it = ["pack", shutil.copytree(directory, tmp_path / "copy"), "s3://images/two"]
     with bucket_packs.claimed(target, b"the first"):
-        for command in (upload_it, ["pack", tree, "s3://images/two", "--cache-dir", str(tmp_path / "cache")]):
-            assert call(*command) == 1
-            (line,) = capsys.readouterr().err.splitlines()
+        for command in (upload_it, ["pack", tree, "s3://images/two", "--cache-dir", tmp_path / "cache"]):
+            line = refused(*command)
             assert line.endswith("wait for it or repeat it, or remove s3://images/two/.claim if it is given up")
     assert not objects.below(target)
     objects.write(target / ".claim", Manifest.load(directory).plan.encode())  # as it is left by one that is killed

@@ -9,8 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,11 +23,11 @@ from tests.helpers.dying_pack import Killed, contents, die_at
 from tests.helpers.image_tree import plain_tree, split_tree
 from tests.helpers.operations import no_room
 from tests.helpers.watching import wait_until
+from tests.trainer.data.written import write_table, write_tar
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import LOCK, Manifest
 from trainer.data.pack import PackOptions, merge, pack, verify
 from trainer.data.packed import PackedImages
-from trainer.data.packer import Packer
 from trainer.data.parts import WHOLE, Part
 from trainer.data.planning import PLANNING, planned_pack
 from weightserver.common.atomic_files import directory_lock, locked
@@ -116,10 +115,8 @@ def test_a_part_that_was_killed_is_repeated_to_the_same_bytes(tree: Path, packed
     pack(images, tmp_path / "whole", options())
     pack(images, output, options(Part(1, 2)))
     finished = list(output.glob("parts/[!.]*"))
-    last = PackedImages(tmp_path / "whole").order.images(np.array(Manifest.load(output).ranges[-1].tars(Part(0, 2))))[
-        -1
-    ]
-    stuck = Path(PackedImages(tmp_path / "whole").path(int(last)))
+    whole, tars = PackedImages(tmp_path / "whole"), Manifest.load(output).ranges[-1].tars(Part(0, 2))
+    stuck = Path(whole.path(int(whole.order.images(np.array(tars))[-1])))
     content = stuck.read_bytes()
     stuck.unlink()
     os.mkfifo(stuck)  # whoever opens it waits
@@ -150,9 +147,7 @@ def test_any_number_of_parts_in_any_order(of: int, tree: Path, packed: Path, tmp
     before = contents(output)
     assert merge(output).complete
     assert contents(output) == contents(packed)
-    assert {name: digest for name, digest in before.items() if name.endswith(".tar")}.items() <= contents(
-        output
-    ).items()
+    assert {(name, digest) for name, digest in before.items() if name.endswith(".tar")} <= contents(output).items()
     assert merge(output) == pack(tree, output, options(Part(0, of))) == pack(tree, output, options())
     assert contents(output) == contents(packed)
 
@@ -222,55 +217,37 @@ def test_parts_that_were_packed_in_places_of_their_own_are_copied_together(
     assert contents(tmp_path / "packed") == contents(packed)
 
 
-@pytest.mark.parametrize("replaced_by", [slice(None, None, -1), slice(1, None), slice(0, 0)])
-def test_a_tar_that_is_replaced_after_it_was_listed_ends_the_pack(replaced_by: slice, tmp_path: Path) -> None:
-    """None of its images is packed under another one's label, and none counts as broken."""
-    images = sorted(plain_tree(tmp_path / "tree", 12).rglob("*.jpg"))
-    source, packed = tmp_path / "{00000..00000}.tar", tmp_path / "packed"
-
-    def write(some: list[Path]) -> None:
-        with tarfile.open(tmp_path / "00000.tar", "w") as tar:
-            for name, path in zip(images, some, strict=False):
-                tar.add(path, name.name)
-
-    write(images)
-    pack(source, packed, options(Part(0, 2)))
-    write(images[replaced_by])
-    named = re.escape(f"{tmp_path / '00000.tar'} is another tar than was listed, without ")
-    with pytest.raises(ValueError, match=named):
-        pack(source, packed, options(Part(1, 2)))
-    write(images)
-    pack(source, packed, options(Part(1, 2)))
-    assert merge(packed).shards == pack(source, tmp_path / "whole", options()).shards
-
-
 @pytest.mark.parametrize(
-    ("name", "replaced_by"), [("images.parquet", slice(None, None, -1)), ("images.arrow", slice(1, None))]
+    ("name", "replaced_by"),
+    [
+        ("images.tar", slice(None, None, -1)),
+        ("images.tar", slice(1, None)),
+        ("images.tar", slice(0, 0)),
+        ("images.parquet", slice(None, None, -1)),
+        ("images.arrow", slice(1, None)),
+    ],
 )
-def test_a_table_that_is_rewritten_after_it_was_listed_ends_the_pack(
-    replaced_by: slice, name: str, tmp_path: Path
+def test_a_file_that_is_replaced_after_it_was_listed_ends_the_pack(
+    name: str, replaced_by: slice, tmp_path: Path
 ) -> None:
-    """Its rows are known by their numbers alone, and each image would have another one's label."""
-    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
+    """None of its images is packed under another one's label, and none counts as broken."""
     images = [path.read_bytes() for path in sorted(plain_tree(tmp_path / "tree", 12).rglob("*.jpg"))]
-    source, packed = tmp_path / name, tmp_path / "packed"
+    source, packed, how = tmp_path / name, tmp_path / "packed", dict[str, Any](tar_bytes=5_000)
 
     def write(rows: slice) -> None:
-        table = arrow.table({"image": images[rows], "label": [*range(12)][rows]})
-        if name.endswith(".parquet"):
-            parquet.write_table(table, source)
+        if name.endswith(".tar"):
+            write_tar(source, {f"{row:02d}.jpg": image for row, image in enumerate(images[rows])})
         else:
-            with arrow.ipc.new_file(str(source), table.schema) as file:
-                file.write_table(table)
+            write_table(source, image=images[rows], label=[*range(12)][rows])
 
     write(slice(None))
-    pack(source, packed, options(Part(0, 2), tar_bytes=5_000))
+    pack(source, packed, options(Part(0, 2), **how))
     write(replaced_by)
-    with pytest.raises(ValueError, match=f"^{source} is another table than was listed: put the earlier one back, or"):
-        pack(source, packed, options(Part(1, 2), tar_bytes=5_000))
+    with pytest.raises(ValueError, match=f"^{source} is another (tar|table) than was listed"):
+        pack(source, packed, options(Part(1, 2), **how))
     write(slice(None))
-    pack(source, packed, options(Part(1, 2), tar_bytes=5_000))
-    assert merge(packed).shards == pack(source, tmp_path / "whole", options(tar_bytes=5_000)).shards
+    pack(source, packed, options(Part(1, 2), **how))
+    assert merge(packed).shards == pack(source, tmp_path / "whole", options(**how)).shards
     assert [PackedImages(packed).read(image) for image in range(12)] == images
 
 
@@ -282,14 +259,12 @@ def test_what_does_not_belong_together_is_not_joined(tree: Path, tmp_path: Path)
     others = shutil.copytree(tree, tmp_path / "more/tree")
     (others / "train/b/more.jpg").write_bytes((tree / "train/a/0000.jpg").read_bytes())
     changed = tmp_path / "changed"
+    stranger = r"parts/\w+-\d+ is of other images, or of another order, than .*halves has: remove it, or pack all"
     pack(others, changed, options(Part(1, 2)))
     for other, message in (
-        (
-            None,
-            r"\d of \d tars of .*halves/test missing, first that of row \d+ of 20: repeat 'pic pack SOURCE",
-        ),
-        (seeds, r"parts/\w+-\d+ is of other images, or of another order, than .*halves has: remove it, or pack all"),
-        (changed, r"parts/\w+-\d+ is of other images, or of another order, than .*halves has: remove it, or pack all"),
+        (None, r"\d of \d tars of .*halves/test missing, first that of row \d+ of 20: repeat 'pic pack SOURCE"),
+        (seeds, stranger),
+        (changed, stranger),
     ):
         gathered = shutil.copytree(halves, tmp_path / f"gathered {other and other.name}" / "halves")
         for path in (other / "parts").iterdir() if other else ():
@@ -320,34 +295,9 @@ def test_a_pack_is_of_one_source_by_the_same_options(tree: Path, packed: Path, t
     assert contents(output) == contents(packed)
 
 
-def test_a_part_that_was_given_up_changes_no_tar_that_was_packed_meanwhile(
-    tree: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It goes on after others have packed its tars: quietly, or in one line if it has other images."""
-    images, run = shutil.copytree(tree, tmp_path / "tree"), Packer.run
-    other = next(images.rglob("*.jpg")).read_bytes()
-    for changed in (False, True):
-        output = tmp_path / f"packed {changed}"
-
-        def after_others(packer: Packer, changed: bool = changed, output: Path = output) -> None:
-            monkeypatch.undo()
-            pack(images, output, options(Part(0, 1)))
-            for path in images.rglob("*.jpg") if changed else ():
-                path.write_bytes(other)
-            run(packer)
-
-        monkeypatch.setattr(Packer, "run", after_others)
-        refused = pytest.raises(ValueError, match=r"\.tar was packed by another command meanwhile, with other content")
-        with refused if changed else nullcontext():
-            pack(images, output, options(Part(0, 2)))
-        merge(output)
-        assert {one: digest for one, digest in contents(output).items() if one.endswith(".tar")} == {
-            one: digest for one, digest in contents(packed).items() if one.endswith(".tar")
-        }
-
-
-def test_a_tar_that_two_parts_pack_at_the_same_time_is_that_of_one(tree: Path, tmp_path: Path) -> None:
-    """With its own note: the other part waits until both are in place."""
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_tar_that_two_parts_pack_at_the_same_time_is_that_of_one(changed: bool, tree: Path, tmp_path: Path) -> None:
+    """With its own note: the other part waits until both are in place, and says in one line if it has other images."""
     first, output, whole = tmp_path / "first", tmp_path / "packed", Part(0, 1)
     pack(tree, first, options(whole))
     shutil.copytree(first, output)
@@ -358,10 +308,11 @@ def test_a_tar_that_two_parts_pack_at_the_same_time_is_that_of_one(tree: Path, t
         waiting = thread.submit(pack, tree, output, options(whole))
         wait_until(lambda: waits_for_a_lock(os.getpid()) or waiting.done())
         assert not tar.exists()
-        tar.write_bytes((first / tar.name).read_bytes()[::-1])
+        tar.write_bytes((first / tar.name).read_bytes()[:: -1 if changed else 1])
         shutil.copy(first / "parts" / note.name, note)
         fcntl.flock(lock, fcntl.LOCK_UN)
-        with pytest.raises(ValueError, match=r"\.tar was packed by another command meanwhile, with other content"):
+        wrong = r"\.tar was packed by another command meanwhile, with other content"
+        with pytest.raises(ValueError, match=wrong) if changed else nullcontext():
             waiting.result(60)
 
 
@@ -391,22 +342,18 @@ def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Pat
         assert not waiting.result(60).complete
 
 
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
+def test_the_commands(tmp_path: Path, done: Callable[..., str], refused: Callable[..., str]) -> None:
+    tree, packed, absent = plain_tree(tmp_path / "tree", 9), tmp_path / "packed", tmp_path / "absent"
     for number in range(2):
-        assert call("pack", tree, packed, "--part", f"{number}/2") == 0
         line = f"{packed}: part {number}/2 of 9 images; 'pic pack merge {packed}' joins all parts\n"
-        assert capsys.readouterr().out == line
+        assert done("pack", tree, packed, "--part", f"{number}/2") == line
     for _ in range(2):
-        assert call("pack", "merge", packed) == 0
-        assert f"{packed}: 9 images in 1 range(s), 3 named classes, 1 tar" in capsys.readouterr().out
-    assert call("pack", "merge", tmp_path / "absent") == 1
-    assert capsys.readouterr().err == (
-        f"pic pack merge: {tmp_path / 'absent'} holds no packed images: pack them by pic pack\n"
-    )
-    assert not (tmp_path / "absent").exists()
-    assert call("pack", "merge", packed, "--cache-dir", tmp_path) == 1
-    assert capsys.readouterr().err == "pic pack merge: --cache-dir is for a pack in a bucket: omit it\n"
+        assert f"{packed}: 9 images in 1 range(s), 3 named classes, 1 tar" in done("pack", "merge", packed)
+    nothing = f"pic pack merge: {absent} holds no packed images: pack them by pic pack"
+    assert refused("pack", "merge", absent) == nothing
+    assert not absent.exists()
+    with_cache = refused("pack", "merge", packed, "--cache-dir", tmp_path)
+    assert with_cache == "pic pack merge: --cache-dir is for a pack in a bucket: omit it"
 
 
 @pytest.mark.parametrize("part", ["0/0", "5/4", "4/4", "-1/4", "1", "a/b", ""])
