@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -12,7 +11,7 @@ import tarfile
 import tracemalloc
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ import torch
 
 from tests.helpers.image_tree import encoded, odd_tree, piece, plain_tree
 from tests.helpers.watching import wait_until
+from tests.trainer.data.written import add_to, write_table, write_tar, write_zip
+from trainer.data import Dataset, tables
 from trainer.data import listing as listing_module
-from trainer.data import tables
 from trainer.data.config import SourceOptions
 from trainer.data.datasets import load_dataset
 from trainer.data.decoded_images import DecodedImages
@@ -67,14 +67,10 @@ def peak_memory(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
+def datasets(source: Path, output: Path) -> list[Dataset]:
+    """The data set of a source, and that of its pack."""
+    pack(source, output, PackOptions())
+    return [load_dataset("folder", source, image_size=8), load_dataset("packed", output, image_size=8)]
 
 
 def write_shard(path: Path, labels: Sequence[str]) -> Path:
@@ -83,19 +79,6 @@ def write_shard(path: Path, labels: Sequence[str]) -> Path:
     for number, label in enumerate(labels):
         members |= {f"{number:04d}.jpg": jpeg(number), f"{number:04d}.cls": label.encode()}
     return write_tar(path, members)
-
-
-def test_a_tree_of_classes(tmp_path: Path) -> None:
-    listing, found = listed(odd_tree(tmp_path, num_images=9))
-    expected = sorted(
-        str(path.relative_to(tmp_path))
-        for path in tmp_path.rglob("*")
-        if path.is_file() and path.suffix != ".txt" and not path.name.startswith(".")
-    )
-    assert paths(listing) == expected
-    assert found.classes == ("a", "b", "c")
-    assert listing.labels().tolist() == ["abc".index(path[0]) for path in expected]
-    assert [listing.read(i) for i in range(len(listing))] == [(tmp_path / path).read_bytes() for path in expected]
 
 
 def test_a_few_images_beside_class_folders_lose_no_label(tmp_path: Path) -> None:
@@ -141,16 +124,14 @@ def test_labels_that_may_be_any_numbers_are_evaluated_as_0_1(tmp_path: Path) -> 
 
 
 def test_a_test_split_may_lack_a_class_and_keeps_the_numbers(tmp_path: Path) -> None:
-    plain_tree(tmp_path / "train", 6)
-    plain_tree(tmp_path / "test", 6)
-    shutil.rmtree(tmp_path / "test/a")
-    dataset = load_dataset("folder", tmp_path)
-    assert dataset.test_labels.tolist() == [1, 1, 2, 2]
-    pack(tmp_path, tmp_path / "packed", PackOptions())
-    assert Manifest.load(tmp_path / "packed/test").classes == ("a", "b", "c")
-    with tarfile.open(next((tmp_path / "packed/test").glob("*.tar"))) as tar:
-        labels = [file.read() for name in tar.getnames() if name.endswith(".cls") and (file := tar.extractfile(name))]
-    assert sorted(labels) == [b"1", b"1", b"2", b"2"], "as in the training tars"
+    plain_tree(tmp_path / "set/train", 6)
+    plain_tree(tmp_path / "set/test", 6)
+    shutil.rmtree(tmp_path / "set/test/a")
+    for dataset in datasets(tmp_path / "set", tmp_path / "packed"):
+        assert dataset.test_labels.tolist() == [1, 1, 2, 2]
+    tests = PackedImages(tmp_path / "packed/test")
+    assert tests.manifest.classes == ("a", "b", "c")
+    assert tests.labels().tolist() == [1, 1, 2, 2], "as in the training tars"
 
 
 @pytest.mark.parametrize(("texts", "numbers"), [("1 2 1", [0, 1, 0]), ("cat 2 2", [2, 1, 1])])
@@ -182,6 +163,7 @@ def test_shards_of_samples_are_no_classes(tmp_path: Path) -> None:
     listing, found = listed(tmp_path)
     assert (listing.labels().tolist(), found.classes) == ([0, 1] * 6, ())
     assert [listing.read(image) for image in range(12)] == [jpeg(image) for image in range(12)]
+    assert read_source(tmp_path).left_out.counts == {Reason.LABEL: 12, Reason.SIDECAR: 12}
     assert sorted(listed(tmp_path, label_key="kind")[1].classes) == sorted(f"k{key}" for key in range(12))
     assert len(listed(tmp_path, tars="classes")[1].classes) == 3
     assert listed(tmp_path / "train-{000001..000002}.tar")[0].labels().tolist() == [0, 1] * 4
@@ -189,15 +171,6 @@ def test_shards_of_samples_are_no_classes(tmp_path: Path) -> None:
         listed(tmp_path / "train-{000001..000002}.tar", tars="classes")
     with pytest.raises(ValueError, match=r"1 of its 3 files are missing, first .*train-000003.tar"):
         listed(tmp_path / "train-{000001..000003}.tar")
-    assert read_source(tmp_path).left_out.counts == {Reason.LABEL: 12, Reason.SIDECAR: 12}
-    with tarfile.open(tmp_path / "train-000000.tar", "a") as tar:
-        tar.addfile(tarfile.TarInfo("no label.jpg"))
-        info = tarfile.TarInfo("100.jpg")
-        info.size = len(jpeg(0))
-        tar.addfile(info, io.BytesIO(jpeg(0)))
-    reading = read_source(tmp_path)
-    assert reading.train.counts == {0: 6, 1: 6, -1: 1}
-    assert "1 image has no label: training uses all, evaluations and probes do not" in reading.lines()
 
 
 @pytest.mark.parametrize(
@@ -285,9 +258,7 @@ def test_members_of_tars_obey_the_rules_of_folders(tmp_path: Path) -> None:
             link = tarfile.TarInfo(name)
             link.type, link.linkname = kind, target
             tar.addfile(link)
-        again = tarfile.TarInfo("1.jpg")
-        again.size = len(jpeg(3))
-        tar.addfile(again, io.BytesIO(jpeg(3)))
+        add_to(tar, "1.jpg", jpeg(3))
     write_tar(tmp_path / "b.tar", {"1.jpg": jpeg(4)})
     listing, found = listed(tmp_path)
     assert [entry.member for entry in listing] == ["1.jpg", "bare", "hard.jpg", "1.jpg"]
@@ -327,26 +298,20 @@ def test_a_tar_that_is_compressed_or_damaged_is_named(tmp_path: Path) -> None:
 
 def test_images_are_known_by_their_content(tmp_path: Path) -> None:
     plain_tree(tmp_path, 3)
-    for number, (name, kind) in enumerate(
-        (("x.jfif", "JPEG"), ("x.avif", "AVIF"), ("1f3a9c", "PNG"), ("x.dat", "WEBP"))
-    ):
-        (tmp_path / "a" / name).write_bytes(encoded(piece(number), kind))
-    for number, (name, kind) in enumerate(
-        (("x.tga", "TGA"), ("x.pcx", "PCX"), ("x.sgi", "SGI"), ("x.icns", "ICNS"), ("x.icon", "ICO"))
-    ):
-        (tmp_path / "c" / name).write_bytes(encoded(piece(number), kind))
+    by_content = {"a/x.jfif": "JPEG", "a/x.avif": "AVIF", "a/1f3a9c": "PNG", "a/x.dat": "WEBP"}
+    others = {"c/x.tga": "TGA", "c/x.pcx": "PCX", "c/x.sgi": "SGI", "c/x.icns": "ICNS", "c/x.icon": "ICO"}
+    for number, (name, kind) in enumerate((by_content | others).items()):
+        (tmp_path / name).write_bytes(encoded(piece(number), kind))
     for number in range(5):
         (tmp_path / f"b/{number}.HEIC").write_bytes(b"\0\0\0\x18ftypheic" + bytes(200))
     listing, _ = listed(tmp_path)
     assert paths(listing)[:5] == ["a/0000.jpg", "a/1f3a9c", "a/x.avif", "a/x.dat", "a/x.jfif"]
-    assert read_source(tmp_path).left_out.counts == {Reason.HEIC: 5}
-    assert "5 HEIC pictures (the extra heic reads them)" in left_out_of(tmp_path)
+    assert left_out_of(tmp_path) == "5 HEIC pictures (the extra heic reads them) (first b/0.HEIC)"
     pack(tmp_path, tmp_path / "packed", PackOptions())
     assert len(PackedImages(tmp_path / "packed")) == 12
     (tmp_path / "c/noise.dat").write_bytes(encoded(piece(0), "TGA"))
-    assert read_source(tmp_path).left_out.counts[Reason.NO_IMAGE] == 1, (
-        "TGA has no mark: it is known by its suffix only"
-    )
+    counts = read_source(tmp_path).left_out.counts
+    assert counts[Reason.NO_IMAGE] == 1, "TGA has no mark: it is known by its suffix only"
 
 
 def test_an_image_may_have_any_suffix(tmp_path: Path) -> None:
@@ -367,10 +332,9 @@ def test_an_image_may_have_any_suffix(tmp_path: Path) -> None:
     for name, content in (images | texts).items():
         (tree / name).write_bytes(content)
     plain = ["a/0000.jpg", "b/0001.jpg"]
-    write_tar(tmp_path / "one.tar", {name: (tree / name).read_bytes() for name in [*plain, *images, *texts]})
-    with zipfile.ZipFile(tmp_path / "one.zip", "w") as archive:
-        for name in [*plain, *images, *texts]:
-            archive.write(tree / name, name)
+    files = {name: (tree / name).read_bytes() for name in [*plain, *images, *texts]}
+    write_tar(tmp_path / "one.tar", files)
+    write_zip(tmp_path / "one.zip", files)
     for source, first in (("tree", "a/c.txt"), ("one.tar", "one.tar:a/c.txt"), ("one.zip", "one.zip:a/c.txt")):
         listing, found = listed(tmp_path / source)
         assert [entry.member or entry.path for entry in listing] == sorted([*plain, *images])
@@ -386,13 +350,7 @@ def test_an_image_may_have_any_suffix(tmp_path: Path) -> None:
 def test_of_a_large_member_that_is_no_image_the_start_is_read(suffix: str, tmp_path: Path) -> None:
     """An archive may hold archives that do not fit into memory."""
     files = {"a/0.jpg": jpeg(0), "b/1.jpg": jpeg(1), "b/inner.tar.gz": b"\x1f\x8b" + bytes(1 << 24), "b/1": b"P"}
-    source = tmp_path / f"one.{suffix}"
-    if suffix == "tar":
-        write_tar(source, files)
-    else:
-        with zipfile.ZipFile(source, "w") as archive:
-            for name, content in files.items():
-                archive.writestr(name, content)
+    source = (write_tar if suffix == "tar" else write_zip)(tmp_path / f"one.{suffix}", files)
     assert read_source(source).left_out.counts == {Reason.COMPRESSED: 1, Reason.NO_IMAGE: 1}
     assert peak_memory(lambda: read_source(source)) < 1 << 23
 
@@ -411,23 +369,13 @@ def test_a_text_beside_its_image_belongs_to_it(tmp_path: Path) -> None:
 
 
 def test_samples_without_an_image_by_suffix_have_one_by_content(tmp_path: Path) -> None:
-    write_tar(
-        tmp_path / "train-000000.tar",
-        {
-            "0.jpg": jpeg(0),
-            "0.txt": jpeg(9),
-            "0.cls": b"1",
-            "1.dat": jpeg(1),
-            "1.txt": b"a cat",
-            "1.cls": b"2",
-            "2.txt": b"none",
-        },
-    )
+    samples = {"0.jpg": jpeg(0), "0.txt": jpeg(9), "0.cls": b"1", "1.dat": jpeg(1), "1.txt": b"a cat", "1.cls": b"2"}
+    write_tar(tmp_path / "train-000000.tar", samples | {"2.txt": b"none", "3.cls": b"9"})
     listing, found = listed(tmp_path)
     assert [entry.member for entry in listing] == ["0.jpg", "1.dat"]
     assert found.counts == {1: 1, 2: 1}
     reading = read_source(tmp_path)
-    assert reading.left_out.counts == {Reason.LABEL: 2, Reason.SIDECAR: 2, Reason.NO_IMAGE: 1}
+    assert reading.left_out.counts == {Reason.LABEL: 2, Reason.SIDECAR: 2, Reason.NO_IMAGE: 2}
     assert "used by content: 1 file, for example train-000000.tar:1.dat" in reading.lines()
 
 
@@ -524,6 +472,7 @@ LISTS = [
     ("list.txt", "\ufeffa.jpg 3\nb.jpg 4\n./a.jpg 3\na.jpg 3", "a.jpg=3 | b.jpg=4"),
     ("breaks.csv", 'path,caption,label\na.jpg,x\u2028y,1\nb.jpg,"two\nlines",2', "a.jpg=1 | b.jpg=2"),
     ("tabs.tsv", 'path\tcaption\tlabel\na.jpg\tthe ""best""\t1\nb.jpg\tx\t2\t\n', "a.jpg=1 | b.jpg=2"),
+    ("list.jsonl", '{"image": "b.jpg", "label": 3}\n{"image": "a.jpg"}', "b.jpg=3 | a.jpg=-1"),
     ("gaps.csv", "path,label\na.jpg,cat\nb.jpg,-1.0\nbare,-2\n", "a.jpg=cat | b.jpg=-1 | bare=-1"),
 ]
 
@@ -533,7 +482,7 @@ def test_no_line_of_a_list_is_lost(name: str, content: str, found: str, tmp_path
     (tmp_path / "my.png files").mkdir()
     for image in ("a.jpg", "b.jpg", "my cat.jpg", "a.jpg copy.jpg", "bare", "my.png files/img", "a b.jpg my cat.png"):
         (tmp_path / image).write_bytes(jpeg(1))
-    (tmp_path / name).write_text(content.format(root=tmp_path), encoding="utf-8", newline="")
+    (tmp_path / name).write_text(content.replace("{root}", str(tmp_path)), encoding="utf-8", newline="")
     listing, split = listed(tmp_path / name)
     labels = [split.classes[entry.label] if split.classes and entry.label >= 0 else entry.label for entry in listing]
     rows = map("{}={}".format, paths(listing), labels)
@@ -593,9 +542,8 @@ def test_lists_of_other_programs(tmp_path: Path) -> None:
         assert (paths(listing), listing.labels().tolist(), found.classes) == (names, [0, 1] * 3, ()), name
     (tmp_path / "own.csv").write_text("a,b\n" + "\n".join(f"{name},x{i}" for i, name in enumerate(names)))
     assert not listed(tmp_path / "own.csv", image_column="a")[1].labelled
-    assert any(
-        "--label-column" in line for line in read_source(tmp_path / "own.csv", SourceOptions(image_column="a")).lines()
-    )
+    reading = read_source(tmp_path / "own.csv", SourceOptions(image_column="a"))
+    assert any("--label-column" in line for line in reading.lines())
     assert listed(tmp_path / "own.csv", image_column="a", label_column="b")[1].classes[:2] == ("x0", "x1")
 
 
@@ -624,9 +572,8 @@ def test_paths_are_made_of_the_columns_of_a_list(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text('[{"id": 2, "kind": 0}, {"id": 1}]')
     listing, _ = listed(tmp_path / "list.json", image_column="train/{kind}0{id}.jpg")
     assert paths(listing) == ["train/002.jpg"]
-    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
-    parquet.write_table(arrow.table({"id": [2, 0], "breed": ["x", "y"]}), tmp_path / "list.parquet")
-    listing, _ = listed(tmp_path / "list.parquet", image_column="train/00{id}.jpg")
+    table = write_table(tmp_path / "list.parquet", id=[2, 0], breed=["x", "y"])
+    listing, _ = listed(table, image_column="train/00{id}.jpg")
     assert paths(listing) == ["train/002.jpg", "train/000.jpg"]
 
 
@@ -683,14 +630,10 @@ def test_tables_of_images(tmp_path: Path) -> None:
 
 
 def test_tables_lose_nothing_without_a_line(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet")
     names = sorted(str(path.relative_to(tmp_path)) for path in plain_tree(tmp_path, 6).rglob("[abc]/*.jpg"))
 
     def table(name: str, column: Sequence[Any], labels: Sequence[Any]) -> Path:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(arrow.table({"image": column, "label": labels}), tmp_path / name)
-        return tmp_path / name
+        return write_table(tmp_path / name, image=column, label=labels)
 
     listing, found = listed(table("list.parquet", [*names, None, "", names[0]], [*"xyzxyz", "x", "x", "x"]))
     assert (paths(listing), found.classes) == (names, ("x", "y", "z"))
@@ -735,9 +678,7 @@ def test_some_images_may_have_no_label(tmp_path: Path) -> None:
     listing, found = listed(tmp_path / "list.csv")
     assert (listing.labels().tolist(), found.classes) == ([0, -1, 1, -1, 0, -1], ("cat", "dog"))
     assert "3 images have no label: training uses all" in "".join(read_source(tmp_path / "list.csv").lines())
-    pack(tmp_path / "list.csv", tmp_path / "packed", PackOptions())
-    for name, source in (("folder", "list.csv"), ("packed", "packed")):
-        dataset = load_dataset(name, tmp_path / source)
+    for dataset in datasets(tmp_path / "list.csv", tmp_path / "packed"):
         assert (len(dataset.train_images), dataset.train_labels.tolist()) == (6, [0, -1, 1, -1, 0, -1])
         part = dataset.evaluated
         assert (len(part.train_images), part.train_labels.tolist()) == (3, [0, 1, 0])
@@ -760,9 +701,7 @@ def test_numbers_of_one_class_are_no_labels(tmp_path: Path) -> None:
     plain_tree(tmp_path, 120)
     names = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.jpg"))]
     (tmp_path / "list.txt").write_text("".join(f"{name} 0\n" for name in names))
-    pack(tmp_path / "list.txt", tmp_path / "packed", PackOptions())
-    for name, source in (("folder", "list.txt"), ("packed", "packed")):
-        dataset = load_dataset(name, tmp_path / source)
+    for dataset in datasets(tmp_path / "list.txt", tmp_path / "packed"):
         assert (dataset.labelled, dataset.can_hold_out) == (False, False)
         assert "one class" in dataset.untested
 
@@ -787,16 +726,13 @@ def test_test_images_of_unknown_classes_are_omitted_with_a_line(
         assert torch.equal(dataset.evaluated.test_images[:], dataset.train_images[:])
         facts, _ = survey(dataset, packed=kind == "packed")
         assert facts.num_tests == 6
-        (line,) = [line for line in inspect_source(source, SourceOptions()) if "no training image" in line]
-        assert (
-            line == f"  6 images of classes that no training image has, not evaluated: {', '.join(sorted(classes[2:]))}"
-        )
+        others = ", ".join(sorted(classes[2:]))
+        line = f"  6 images of classes that no training image has, not evaluated: {others}"
+        assert line in inspect_source(source, SourceOptions())
     write_shard(tmp_path / "test-000000.tar", classes[2:] * 3)
     without = load_dataset("folder", tmp_path, image_size=8)
     assert (len(without.test_images), without.can_hold_out) == (0, False)
-    with pytest.raises(
-        ValueError, match=r"no training image is of a class of the test images .*: train with --no-eval"
-    ):
+    with pytest.raises(ValueError, match=r"no training image is of a class of the test images .*: train with --no-ev"):
         without.check_evaluated(trained_on_labels=False)
 
 
@@ -806,18 +742,15 @@ def test_few_labels_hold_nothing_out_of_a_folder_or_its_pack(tmp_path: Path) -> 
     for few, can_hold_out in ((99, False), (100, True)):
         labels = [number % 2 if number < few else -1 for number in range(len(names))]
         (tmp_path / "list.txt").write_text("".join(map("{} {}\n".format, names, labels)))
-        pack(tmp_path / "list.txt", tmp_path / f"packed{few}", PackOptions())
-        for name, source in (("folder", "list.txt"), ("packed", f"packed{few}")):
-            assert load_dataset(name, tmp_path / source).can_hold_out == can_hold_out
+        for dataset in datasets(tmp_path / "list.txt", tmp_path / f"packed{few}"):
+            assert dataset.can_hold_out == can_hold_out
 
 
 def test_test_images_without_labels_are_not_evaluated(tmp_path: Path) -> None:
     plain_tree(tmp_path / "set/train", 120)
     (tmp_path / "set/test").mkdir()
     (tmp_path / "set/test/a.jpg").write_bytes(jpeg(0))
-    pack(tmp_path / "set", tmp_path / "packed", PackOptions())
-    for name, source in (("folder", "set"), ("packed", "packed")):
-        dataset = load_dataset(name, tmp_path / source)
+    for dataset in datasets(tmp_path / "set", tmp_path / "packed"):
         assert (dataset.labelled, len(dataset.test_images), dataset.can_hold_out) == (True, 0, True)
     plain_tree(tmp_path / "set/val", 6)
     reading = read_source(tmp_path / "set")
@@ -840,13 +773,12 @@ def test_a_zip_is_read_as_the_folder_that_was_packed(tmp_path: Path) -> None:
     listing, found = listed(tmp_path / "windows.zip")
     assert (listing.labels().tolist(), found.classes) == ([0, 0, 1], ("a", "b"))
     assert listing.read(2) == jpeg(1)
-    assert left_out_of(tmp_path / "windows.zip") == (r"2 files that cannot be read (first windows.zip:b\link.jpg)")
+    assert left_out_of(tmp_path / "windows.zip") == r"2 files that cannot be read (first windows.zip:b\link.jpg)"
 
 
 def test_a_tar_that_ends_with_a_zip_is_a_tar(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("other.jpg", jpeg(0))
-    write_tar(tmp_path / "a.tar", {"1.jpg": jpeg(1), "2.jpg": jpeg(2), "a.zip": (tmp_path / "a.zip").read_bytes()})
+    last = write_zip(tmp_path / "a.zip", {"other.jpg": jpeg(0)}).read_bytes()
+    write_tar(tmp_path / "a.tar", {"1.jpg": jpeg(1), "2.jpg": jpeg(2), "a.zip": last})
     assert [entry.member for entry in read_source(tmp_path / "a.tar").train.listing] == ["1.jpg", "2.jpg"]
 
 
@@ -881,15 +813,6 @@ def test_labels_as_programs_write_them(
     reading = read_source(write_shard(tmp_path / "s-0000.tar", texts))
     assert (reading.train.listing.labels().tolist(), reading.train.classes) == (labels, classes)
     assert note in " ".join(reading.notes)
-
-
-def test_images_of_samples_are_known_by_their_content(tmp_path: Path) -> None:
-    members = {"0.img": jpeg(0), "0.cls": b"7", "1.img": jpeg(1), "1.cls": b"8", "2.cls": b"9"}
-    reading = read_source(write_tar(tmp_path / "s-0000.tar", members))
-    assert reading.train.listing.labels().tolist() == [7, 8]
-    assert left_out_of(tmp_path / "s-0000.tar") == (
-        "2 labels of samples, which are read (first s-0000.tar:0.cls), 1 file that is no image (s-0000.tar:2.cls)"
-    )
 
 
 def left_out_of(source: Path) -> str:
@@ -1018,27 +941,22 @@ def test_a_listing_finds_each_of_its_lines(
 @pytest.mark.parametrize("name", ["images.zip", "images.parquet"])
 def test_an_archive_that_is_written_anew_is_read_anew(name: str, tmp_path: Path) -> None:
     source = tmp_path / name
-    for number in (2, 3):
+    for images in ([jpeg(0), jpeg(1)], [jpeg(0), jpeg(1), jpeg(2)]):
         if name.endswith(".zip"):
-            with zipfile.ZipFile(source, "w") as archive:
-                for image in range(number):
-                    archive.writestr(f"{image}.jpg", jpeg(image))
+            write_zip(source, {f"{number}.jpg": image for number, image in enumerate(images)})
         else:
-            arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
-            parquet.write_table(arrow.table({"image": [jpeg(image) for image in range(number)]}), source)
+            write_table(source, image=images)
         listing, _ = listed(source)
-        assert [listing.read(image) for image in range(len(listing))] == [jpeg(image) for image in range(number)]
+        assert [listing.read(image) for image in range(len(listing))] == images
 
 
 def test_a_table_that_is_replaced_while_it_is_opened_shows_no_other_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
     images, source = [jpeg(1), jpeg(2)], tmp_path / "images.parquet"
 
     def replace_by(rows: list[bytes]) -> None:
-        parquet.write_table(arrow.table({"image": rows}), tmp_path / "new")
-        (tmp_path / "new").replace(source)
+        write_table(tmp_path / "new", image=rows).replace(source)
 
     replace_by(images)
     listing, _ = listed(source)
