@@ -185,11 +185,6 @@ def test_grey_makes_channels_equal() -> None:
     torch.testing.assert_close(views, views.mean(dim=1, keepdim=True).expand_as(views), rtol=0, atol=1e-6)
 
 
-def test_images_of_another_size_and_shape_are_resized() -> None:
-    views = Augmentation(PAPER, 32)(images(4, 3, height=40, width=60), uniforms(4))
-    assert views.shape == (4, 3, 32, 32)
-
-
 def test_views_of_a_single_pixel() -> None:
     views = Augmentation(AugmentationConfig(blur_probability=1), 1)(images(4, 3), uniforms(4))
     assert views.shape == (4, 3, 1, 1)

@@ -23,6 +23,9 @@ def idx_bytes(array: NDArray[np.uint8]) -> bytes:
     return bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
 
 
+LABELS = idx_bytes(np.zeros(29, np.uint8))
+
+
 @pytest.fixture
 def idx_directory(tmp_path: Path) -> Path:
     """Four small idx files, two of them gzipped."""
@@ -64,48 +67,23 @@ def test_the_system_copy_of_fashion_mnist() -> None:
     assert torch.bincount(dataset.test_labels).tolist() == [1_000] * 10
 
 
-def truncate_gzip(directory: Path) -> None:
-    path = directory / f"{NAMES[0]}.gz"
-    path.write_bytes(path.read_bytes()[:-500])
-
-
-def truncate_plain(directory: Path) -> None:
-    path = directory / NAMES[1]
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flip_a_byte(directory: Path) -> None:
-    path = directory / f"{NAMES[0]}.gz"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    path.write_bytes(content)
-
-
-def swap_images_and_labels(directory: Path) -> None:
-    (directory / f"{NAMES[0]}.gz").write_bytes(gzip.compress((directory / NAMES[1]).read_bytes()))
-
-
-def lose_a_file(directory: Path) -> None:
-    (directory / NAMES[3]).unlink()
-
-
-def lose_a_label(directory: Path) -> None:
-    (directory / NAMES[1]).write_bytes(idx_bytes(np.zeros(29, np.uint8)))
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "damage", "message"),
     [
-        (truncate_gzip, "cannot read .*train-images.*fetch it again"),
-        (truncate_plain, "has 37 bytes, 38 expected"),
-        (flip_a_byte, "cannot read .*train-images"),
-        (swap_images_and_labels, "not an idx file of uint8 with 3 axes"),
-        (lose_a_file, "holds neither t10k-labels-idx1-ubyte.gz nor t10k-labels-idx1-ubyte"),
-        (lose_a_label, "has 30 training images but 29 labels"),
+        (f"{NAMES[0]}.gz", lambda content: content[:-500], "cannot read .*train-images.*fetch it again"),
+        (NAMES[1], lambda content: content[:-1], "has 37 bytes, 38 expected"),
+        (f"{NAMES[0]}.gz", lambda content: content[:5_000] + bytes(9) + content[5_009:], "cannot read .*train-images"),
+        (f"{NAMES[0]}.gz", lambda _: gzip.compress(LABELS), "not an idx file of uint8 with 3 axes"),
+        (NAMES[3], None, "holds neither t10k-labels-idx1-ubyte.gz nor t10k-labels-idx1-ubyte"),
+        (NAMES[1], lambda _: LABELS, "has 30 training images but 29 labels"),
     ],
 )
-def test_damaged_files_give_one_clear_line(idx_directory: Path, damage: Any, message: str) -> None:
-    damage(idx_directory)
+def test_damaged_files_give_one_clear_line(idx_directory: Path, name: str, damage: Any, message: str) -> None:
+    path = idx_directory / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage:
+        path.write_bytes(damage(content))
     with pytest.raises(ValueError, match=message) as caught:
         load_dataset("idx", idx_directory)
     assert "\n" not in str(caught.value)

@@ -14,7 +14,6 @@ from PIL import Image, ImageDraw
 
 from tests.helpers.image_tree import BROKEN, ORIENTATION, deep_png, encoded, odd_tree, piece
 from trainer.data import decode as decoding
-from trainer.data.config import SourceOptions
 from trainer.data.decode import (
     Box,
     BrokenImageError,
@@ -27,7 +26,6 @@ from trainer.data.decode import (
     facts,
     suffix_of,
 )
-from trainer.data.survey import Sample
 from trainer.loading import loading_libraries
 from trainer.torchvision_schemas import import_module
 
@@ -118,19 +116,16 @@ def test_a_box_is_one_of_the_upright_image_at_any_scale() -> None:
 @pytest.mark.parametrize("mode", ["L", "CMYK", "P", "I;16"])
 def test_every_mode_becomes_colour(mode: str) -> None:
     image = piece(5, width=48, height=48)
-    grey = np.asarray(image.convert("L"))
+    grey = image.convert("L")
     match mode:
         case "CMYK":
-            content, expected = encoded(image.convert(mode), "JPEG", quality=100), np.asarray(image)
-        case "P":
-            content, expected = encoded(image.convert(mode), "PNG"), np.asarray(image.convert(mode).convert("RGB"))
-        case "L":
-            content, expected = encoded(image.convert(mode), "PNG"), np.stack([grey] * 3, -1)
+            content, expected = encoded(image.convert(mode), "JPEG", quality=100), image
+        case "I;16":
+            content, expected = encoded(Image.fromarray(np.asarray(grey).astype(np.uint16) * 256), "PNG"), grey
         case _:
-            content = encoded(Image.fromarray(grey.astype(np.uint16) * 256), "PNG")
-            expected = np.stack([grey] * 3, -1)
-    pixels = square(content, 48).transpose(1, 2, 0).astype(int)
-    assert np.abs(pixels - expected).mean() < (3 if mode == "CMYK" else 1e-9)
+            content, expected = encoded(image.convert(mode), "PNG"), image.convert(mode)
+    difference = square(content, 48).transpose(1, 2, 0) - np.asarray(expected.convert("RGB")).astype(int)
+    assert np.abs(difference).mean() < (3 if mode == "CMYK" else 1e-9)
 
 
 @pytest.mark.parametrize("mode", ["F", "I"])
@@ -138,10 +133,7 @@ def test_pixels_without_a_range_are_refused(mode: str) -> None:
     """They would all be black."""
     content = encoded(piece(5).convert("L").convert(mode), "TIFF")
     for call in (facts, lambda content: square(content, 16)):
-        with pytest.raises(
-            BrokenImageError,
-            match=f"pixels of mode {mode} .* unknown range: store 8 or 16 bits per channel, or give --pix",
-        ):
+        with pytest.raises(BrokenImageError, match=f"pixels of mode {mode} .* unknown range: store 8 or 16 bits per"):
             call(content)
 
 
@@ -250,21 +242,13 @@ def test_hidden_colours_are_kept_without_a_background() -> None:
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])
-def test_colour_of_12_bits_in_16_is_warned_of_and_takes_no_range(channels: int) -> None:
+def test_colour_of_16_bits_takes_no_range(channels: int) -> None:
     """Pillow reads the higher 8 bits."""
     content = deep_png(np.full((8, 8, channels), 3_000, np.uint16))
-    found = facts(content)
-    assert found.values == (11 * 256, 11 * 256 + 255)
-    (line,) = Sample(1, SourceOptions(), [found], []).lines()
-    assert " 2,816 to 3,071 of 65,535 in 1 of 1 sampled images of 16 bits of colour, which are shown dark: the" in line
+    assert facts(content).values == (11 * 256, 11 * 256 + 255)
     for call in (facts, lambda *rest: decode(rest[0], [Crop(4, centre)], rest[1])):
-        with pytest.raises(
-            BrokenImageError, match=r"--pixel-range is for grey images: of 16 bits of colour 8 are read"
-        ):
+        with pytest.raises(BrokenImageError, match=r"--pixel-range is for grey images: of 16 bits of colour 8 are rea"):
             call(content, Rendering(pixel_range=(0, 4_095)))
-    bright = facts(deep_png(np.full((8, 8, channels), 60_000, np.uint16)))
-    (line,) = Sample(1, SourceOptions(), [bright], []).lines()
-    assert line.endswith(" 1 of 1 sampled images of 16 bits of colour")
 
 
 def test_values_of_12_bits_and_a_fourth_band_are_what_one_says_they_are() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.image_tree import plain_tree
+from tests.trainer.data.written import write_table, write_tar
 from trainer.data import load_dataset
 from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.decoded_images import DecodedImages
@@ -71,10 +71,8 @@ def test_an_extension_renames_no_class(tmp_path: Path) -> None:
         ({"stray": "use"}, "no --stray, not --stray use"),
         ({"tars": "shards"}, "no --tars, not --tars shards"),
         ({"label_key": "json"}, "no --label-key, not --label-key json"),
-        (
-            {"image_column": "x", "label_column": "y"},
-            "no --image-column, not --image-column x, no --label-column, not --label-column y",
-        ),
+        ({"image_column": "x"}, "no --image-column, not --image-column x"),
+        ({"split": "a", "label_column": "y"}, "no --split, not --split a, no --label-column, not --label-column y"),
         ({"pixel_range": (0, 4095)}, "no --pixel-range, not --pixel-range 0 4095"),
         ({"alpha": "ignore"}, "--alpha show, not --alpha ignore"),
     ],
@@ -112,8 +110,7 @@ def test_an_option_that_is_said_counts_more_than_a_packs(tree: Path) -> None:
 
 def test_shards_of_another_name_are_another_source(tree: Path) -> None:
     for name in ("a", "b"):
-        with tarfile.open(tree.parent / f"{name}-00000.tar", "w") as tar:
-            tar.add(tree / "a/0000.jpg", "0.jpg")
+        write_tar(tree.parent / f"{name}-00000.tar", {"0.jpg": (tree / "a/0000.jpg").read_bytes()})
     packed = tree.parent / "packed"
     pack(tree.parent / "a-{00000..00000}.tar", packed, PackOptions())
     pack(tree.parent / "a-{00000..00000}.tar", packed, PackOptions())
@@ -121,35 +118,27 @@ def test_shards_of_another_name_are_another_source(tree: Path) -> None:
         pack(tree.parent / "b-{00000..00000}.tar", packed, PackOptions())
 
 
-def test_numbered_archives_are_compared_and_extended(tmp_path: Path) -> None:
-    paths = sorted(plain_tree(tmp_path / "tree", 6).rglob("*.jpg"))
-    source, packed = tmp_path / "t-{00000..00001}.tar", tmp_path / "packed"
+def test_numbered_archives_are_compared_and_extended(tree: Path) -> None:
+    images = {path.name: path.read_bytes() for path in tree.rglob("*.jpg")}
+    names, packed = sorted(images), tree.parent / "packed"
     for last in (4, 6):
-        for number, some in enumerate((paths[:2], paths[2:last])):
-            with tarfile.open(tmp_path / f"t-{number:05d}.tar", "w") as tar:
-                for path in some:
-                    tar.add(path, path.name)
-        manifest = pack(source, packed, PackOptions(extend=last == 6))
+        for number, some in enumerate((names[:2], names[2:last])):
+            write_tar(tree.parent / f"t-{number:05d}.tar", {name: images[name] for name in some})
+        manifest = pack(tree.parent / "t-{00000..00001}.tar", packed, PackOptions(extend=last == 6))
     assert manifest.sizes == (4, 2)
 
 
 def test_a_table_that_was_rewritten_is_not_extended(tmp_path: Path) -> None:
     """Its rows are known by their numbers alone: an image could be packed twice, and a new one not at all."""
-    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
     images = [path.read_bytes() for path in sorted(plain_tree(tmp_path / "tree", 7).rglob("*.jpg"))]
     source, packed = tmp_path / "tables", tmp_path / "packed"
-    source.mkdir()
-
-    def write(name: str, rows: list[bytes]) -> None:
-        parquet.write_table(arrow.table({"image": rows}), source / name)
-
-    write("a.parquet", images[:6])
+    write_table(source / "a.parquet", image=images[:6])
     pack(source, packed, PackOptions())
-    write("a.parquet", images[::-1])
+    write_table(source / "a.parquet", image=images[::-1])
     with pytest.raises(ValueError, match=f"^{source}/a.parquet was rewritten with more rows since it was packed, so"):
         pack(source, packed, PackOptions(extend=True))
-    write("a.parquet", images[5::-1])
-    write("b.parquet", images[6:])
+    write_table(source / "a.parquet", image=images[5::-1])
+    write_table(source / "b.parquet", image=images[6:])
     assert pack(source, packed, PackOptions(extend=True)).sizes == (6, 1)
     assert [PackedImages(packed).read(image) for image in range(7)] == images
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ from PIL import Image
 
 from tests.helpers.commands import data_command as call
 from tests.helpers.image_tree import deep_png, encoded, odd_tree, piece, plain_tree
-from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.pic import main as pic
 
 
-def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_extend_verify(
+    tmp_path: Path, done: Callable[..., str], refused: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     tree, packed = odd_tree(tmp_path / "tree", 10), tmp_path / "packed"
     assert call("pack", tree, packed, "--order-seed", 7, "--threads", 1) == 0
     printed = capsys.readouterr()
@@ -24,13 +26,14 @@ def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"broken: {tree}/a/cut.jpg (not an image of a known format), replaced by {tree}/a/grey.jpg" in printed.err
     assert printed.err.count("broken: ") == 4
     plain_tree(tree, 5, first=10)
-    assert call("pack", tree, packed) == 0  # packed to its end
-    assert "23 images" in capsys.readouterr().out
-    assert call("pack", tree, packed, "--extend") == 0
-    assert "28 images in 2 range(s)" in capsys.readouterr().out
-    assert call("verify", packed) == 0
+    assert "23 images" in done("pack", tree, packed), "packed to its end"
+    next(packed.glob("shards-*.jsonl")).unlink()  # as when the command was killed
+    assert f"{packed} is not finished: repeat the command that packs it" in refused("verify", packed)
+    assert "23 images in 1 range(s)" in done("pack", tree, packed, "--extend"), "packed to its end first"
+    assert "28 images in 2 range(s)" in done("pack", tree, packed, "--extend")
+    done("verify", packed)
     next(packed.glob("*.tar")).unlink()
-    assert call("verify", packed) == 1
+    assert "is missing" in refused("verify", packed)
 
 
 @pytest.mark.parametrize(
@@ -48,19 +51,21 @@ def test_a_place_that_no_bucket_has_is_refused(
     assert wrong in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_verify_reads_the_test_images_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_the_test_images_too(
+    tmp_path: Path, done: Callable[..., str], refused: Callable[..., str]
+) -> None:
     for split, number in (("train", 6), ("test", 3)):
         plain_tree(tmp_path / "tree" / split, number)
     packed = tmp_path / "packed"
-    assert call("pack", tmp_path / "tree", packed) == call("verify", packed) == 0
+    done("pack", tmp_path / "tree", packed)
+    done("verify", packed)
     (damaged,) = (packed / "test").glob("*.tar")
     damaged.write_bytes(damaged.read_bytes()[::-1])
-    assert call("verify", packed) == 1
-    assert f"{damaged} is damaged" in capsys.readouterr().err
+    assert f"{damaged} is damaged" in refused("verify", packed)
 
 
 def test_inspect_says_what_a_source_is_and_what_its_images_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, done: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = odd_tree(tmp_path / "tree", 12)
     (tree / "a/again.jpg").write_bytes((tree / "b/0001.jpg").read_bytes())
@@ -68,9 +73,8 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
     deep[0, 0] = 4_095
     (tree / "b/deep.png").write_bytes(encoded(Image.fromarray(deep), "PNG"))
     bands = encoded(Image.fromarray(np.zeros((32, 32, 4), np.uint8)), "TIFF")
-    (tree / "c/bands.tif").write_bytes(
-        bands.replace(b"\x52\x01\x03\0", b"\x51\x01\x03\0")
-    )  # says not what the fourth is
+    bands = bands.replace(b"\x52\x01\x03\0", b"\x51\x01\x03\0")  # says not what the fourth is
+    (tree / "c/bands.tif").write_bytes(bands)
     assert call("inspect", tree) == 0
     printed, said = capsys.readouterr()
     assert "left out" not in said, "it is printed"
@@ -88,16 +92,13 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
         f"duplicates by bytes: 1, first {tree}/b/0001.jpg of {tree}/a/again.jpg",
     ):
         assert line in printed
-    assert call("inspect", tree, "--pixel-range", 0, 4095, "--alpha", "ignore") == 0
-    printed = capsys.readouterr().out
+    printed = done("inspect", tree, "--pixel-range", 0, 4095, "--alpha", "ignore")
     assert "pixel-range" not in printed
     assert "fourth band" not in printed
-    assert call("inspect", tree, "--max-megapixels", 0.0005) == 0
-    assert "broken: 4 of" not in capsys.readouterr().out, "files of other formats than JPEG are too large"
-    assert call("pack", tree, tmp_path / "packed") == 0
-    capsys.readouterr()
-    assert call("inspect", tmp_path / "packed") == 0
-    printed = capsys.readouterr().out
+    printed = done("inspect", tree, "--max-megapixels", 0.0005)
+    assert "broken: 4 of" not in printed, "files of other formats than JPEG are too large"
+    done("pack", tree, tmp_path / "packed")
+    printed = done("inspect", tmp_path / "packed")
     for line in (
         "packed: a pack of 27 images, labels by name, in the order of seed 0:",
         f"27 images of {tree}",
@@ -109,33 +110,26 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
         assert line in printed
 
 
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("channels", "bits"), [(1, "16 bits or more"), (3, "16 bits of colour")])
 def test_few_bright_pixels_hide_no_range_of_12_bits(
-    channels: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    channels: int, bits: str, tmp_path: Path, done: Callable[..., str]
 ) -> None:
     for number in range(50):
         deep = np.full((8, 8, channels), 4_071 - number, np.uint16)
         deep[0, 0] = 65_535 if number in (3, 7) else 0
         (tmp_path / f"{number}.png").write_bytes(deep_png(deep))
-    assert call("inspect", tmp_path) == 0
-    printed, high = capsys.readouterr().out, "4,095" if channels == 3 else "4,071"
-    bits = "16 bits of colour" if channels == 3 else "16 bits or more"
+    printed, high = done("inspect", tmp_path), "4,095" if channels == 3 else "4,071"
     assert f"values: 0 to {high} of 65,535 in 48 of 50 sampled images of {bits}, which are shown dark: " in printed
     assert ("--pixel-range 0 4095 uses" in printed) == (channels == 1)
     for number in range(0, 50, 3):
         (tmp_path / f"{number}.png").write_bytes(deep_png(np.full((8, 8, channels), 65_535, np.uint16)))
-    assert call("inspect", tmp_path) == 0
-    printed = capsys.readouterr().out
-    assert "shown dark" not in printed
-    assert "values: 0 to 65,535 of 65,535 in 50 of 50 sampled images of 16 bits " in printed
+    assert f"values: 0 to 65,535 of 65,535 in 50 of 50 sampled images of {bits}\n" in done("inspect", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("mode", "kind"), [("L", "PNG"), ("RGB", "PNG"), ("RGBA", "PNG"), ("P", "PNG"), ("1", "PNG"), ("L", "JPEG")]
 )
-def test_labels_stored_as_images_are_warned_of(
-    mode: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_labels_stored_as_images_are_warned_of(mode: str, kind: str, tmp_path: Path, done: Callable[..., str]) -> None:
     """An image in ten may be another; the values of a palette are its colours."""
     labels = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) // 16).resize((320, 320), 0)
     if mode == "P":
@@ -148,63 +142,52 @@ def test_labels_stored_as_images_are_warned_of(
         (tmp_path / f"{number}.x").write_bytes(encoded(labels, kind, quality=95))
     for number in range(2):
         (tmp_path / f"photo{number}.png").write_bytes(encoded(piece(number), "PNG"))
-    assert call("inspect", tmp_path) == 0
-    is_black = mode != "1"
-    of = "0 to 3 of 255 in 18 of 20" if is_black else "0 to 255 of 255 in 20 of 20"
-    end = ", which are shown nearly black: name the images' folder " if is_black else "\n"
-    assert f"  values: {of} sampled images of 8 bits{end}" in capsys.readouterr().out
+    bilevel = "0 to 255 of 255 in 20 of 20 sampled images of 8 bits\n"
+    black = "0 to 3 of 255 in 18 of 20 sampled images of 8 bits, which are shown nearly black: name the images' folder "
+    assert f"  values: {bilevel if mode == '1' else black}" in done("inspect", tmp_path)
 
 
-@pytest.mark.parametrize("background", ["white", "none"])
+@pytest.mark.parametrize(("background", "said"), [("white", "\n"), ("none", ", which are shown nearly black: ")])
 def test_black_symbols_are_not_taken_for_labels_unless_they_are_shown_so(
-    background: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    background: str, said: str, tmp_path: Path, done: Callable[..., str]
 ) -> None:
     """Symbols on a transparent ground often have no colour but black."""
     for number in range(9):
         symbol = Image.new("LA", (48, 48))
         symbol.putalpha(piece(number).convert("L").resize((48, 48)))
         (tmp_path / f"{number}.png").write_bytes(encoded(symbol, "PNG"))
-    assert call("inspect", tmp_path, "--background", background) == 0
-    end = "\n" if background == "white" else ", which are shown nearly black: "
-    assert f"9 of 9 sampled images of 8 bits{end}" in capsys.readouterr().out
+    printed = done("inspect", tmp_path, "--background", background)
+    assert f"9 of 9 sampled images of 8 bits{said}" in printed
 
 
-def test_dark_photographs_are_not_taken_for_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dark_photographs_are_not_taken_for_labels(tmp_path: Path, done: Callable[..., str]) -> None:
     """A sixth of their light, and in every fifth one nothing."""
     for number in range(20):
         dark = piece(number).point(lambda value, part=0.16 if number % 5 else 0.0: int(value * part))
         (tmp_path / f"{number}.png").write_bytes(encoded(dark, "PNG"))
-    assert call("inspect", tmp_path) == 0
-    assert "images of 8 bits\n" in capsys.readouterr().out
+    assert "images of 8 bits\n" in done("inspect", tmp_path)
 
 
-def test_pack_names_the_splits_that_it_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_names_the_splits_that_it_leaves(
+    tmp_path: Path, done: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("train", "test", "val"):
         plain_tree(tmp_path / "set" / name, 3)
     assert call("pack", tmp_path / "set", tmp_path / "packed") == 0
     assert "val/ is not used to train or evaluate: --split train:val evaluates on it" in capsys.readouterr().err
-    assert call("pack", tmp_path / "set/val", tmp_path / "ranged", "--pixel-range", 0, 4095, "--stray", "use") == 0
-    assert call("inspect", tmp_path / "ranged") == 0
-    assert "  read with --stray use, --pixel-range 0 4095\n" in capsys.readouterr().out
+    done("pack", tmp_path / "set/val", tmp_path / "ranged", "--pixel-range", 0, 4095, "--stray", "use")
+    assert "  read with --stray use, --pixel-range 0 4095\n" in done("inspect", tmp_path / "ranged")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("inspect", "absent"),
-        ("pack", "absent", "out"),
-        ("pack", ".", "out", "--threads", "0"),
-        ("verify", "absent"),
-    ],
-)
+@pytest.mark.parametrize("arguments", ["inspect absent", "pack absent out", "pack . out --threads 0", "verify absent"])
 def test_bad_input_is_one_line(
-    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plain_tree(tmp_path / "tree", 3)
-    assert call(*arguments) == 1
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith(f"pic {arguments[0]}: ")
+    assert call(*arguments.split()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pic {arguments.partition(' ')[0]}: ")
     assert [path.name for path in tmp_path.iterdir()] == ["tree"], "it leaves files"
 
 
@@ -247,37 +230,22 @@ def test_a_path_is_no_url_and_not_empty(
     assert not list(tmp_path.iterdir())
 
 
-def test_verify_says_that_a_pack_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
-    pack(tree, packed, PackOptions(tar_bytes=5_000))
-    next(packed.glob("shards-*.jsonl")).unlink()  # as when the command was killed
-    capsys.readouterr()
-    assert call("verify", packed) == 1
-    assert f"{packed} is not finished: repeat the command that packs it" in capsys.readouterr().err
-    assert call("pack", tree, packed) == 0
-    assert call("verify", packed) == 0
-
-
-def test_an_extension_adds_the_images_whose_paths_are_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_extension_adds_the_images_whose_paths_are_new(tmp_path: Path, done: Callable[..., str]) -> None:
     """A renamed one too; one that is gone stays packed."""
     tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
     (tree / "a/tab\t.jpg").write_bytes((tree / "a/0000.jpg").read_bytes())  # never packed
-    assert call("pack", tree, packed) == 0
+    done("pack", tree, packed)
     (tree / "a/0000.jpg").rename(tree / "a/renamed.jpg")
     (tree / "b/0001.jpg").unlink()
     plain_tree(tree, 2, first=20)
-    for arguments, images in (([], "9 images in 1 range(s)"), (["--extend"], "12 images in 2 range(s)")):
-        capsys.readouterr()
-        assert call("pack", tree, packed, *arguments) == 0
-        (line,) = capsys.readouterr().out.splitlines()
-        assert images in line
+    assert "9 images in 1 range(s)" in done("pack", tree, packed)
+    assert "12 images in 2 range(s)" in done("pack", tree, packed, "--extend")
     added = PackedImages(packed)
     assert [Path(added.path(image)).name for image in range(9, 12)] == ["0021.jpg", "renamed.jpg", "0020.jpg"]
 
 
-def test_packing_again_reads_the_source_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packing_again_reads_the_source_as_before(tmp_path: Path, done: Callable[..., str]) -> None:
     tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
     (tree / "stray.jpg").write_bytes((tree / "a/0000.jpg").read_bytes())
-    assert call("pack", tree, packed, "--stray", "use") == 0
-    assert call("pack", tree, packed, "--extend") == 0
-    assert "10 images in 1 range(s)" in capsys.readouterr().out.splitlines()[-1]
+    done("pack", tree, packed, "--stray", "use")
+    assert "10 images in 1 range(s)" in done("pack", tree, packed, "--extend")
