@@ -53,20 +53,6 @@ def test_the_centre_square_is_resized(size: tuple[int, int]) -> None:
     assert np.array_equal(pixels, expected)
 
 
-def test_exif_orientation_is_obeyed() -> None:
-    image, exif = piece(3, width=48, height=48), Image.Exif()
-    upright = square(encoded(image), 48)
-    for orientation, turned in ((6, np.rot90(upright, -1, (1, 2))), (3, np.rot90(upright, 2, (1, 2)))):
-        exif[ORIENTATION] = orientation
-        assert np.array_equal(square(encoded(image, exif=exif), 48), turned)
-
-
-def test_a_large_jpeg_is_decoded_small() -> None:
-    image = piece(4, width=600, height=400)
-    near = np.asarray(resized_and_cropped(image, 48)).transpose(2, 0, 1)
-    assert np.abs(square(encoded(image, quality=95), 48).astype(int) - near).mean() < 3
-
-
 @pytest.mark.parametrize(
     ("box", "tolerance"),
     [

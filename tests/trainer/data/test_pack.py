@@ -108,10 +108,8 @@ def test_tars_are_what_tarfile_reads(packed: Path) -> None:
     assert row == len(images)
 
 
-def test_packing_twice_gives_the_same_bytes_whatever_the_threads(packed: Path, tree: Path, tmp_path: Path) -> None:
+def test_packing_gives_the_same_bytes_whatever_the_threads(packed: Path, tree: Path, tmp_path: Path) -> None:
     pack(tree, tmp_path, options(threads=1))
-    assert contents(tmp_path) == contents(packed)
-    pack(tree, tmp_path, options())
     assert contents(tmp_path) == contents(packed)
 
 
@@ -259,8 +257,6 @@ def test_a_stretch_of_broken_images_is_not_searched_for_each_of_them(
     monkeypatch.setattr(Listing, "read", counted)
     pack(tree, tmp_path / "whole", options(threads=1))
     assert sum(reads.values()) <= 50 + 50 + 30 + 30, "the sample, and the first intact one for each"
-    listing = read_source(tree).train.listing
-    assert all(reads[image] <= 3 for image in range(50) if listing[image].path.startswith("b/x"))
 
     exactly = options(source=SourceOptions(max_broken=30))
     end_after(25, monkeypatch)
@@ -280,11 +276,14 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     plain_tree(tmp_path / "other", 3)
     (tmp_path / "used/other.tar").write_text("")
+    (tmp_path / "tests/test").mkdir(parents=True)
+    (tmp_path / "tests/test/shards-000000000000.jsonl").write_text("")
     for source, output, changes, message in (
         (tmp_path / "empty", tmp_path / "out", {}, "no images in"),
         (tmp_path / "absent", tmp_path / "out", {}, "no such folder or list"),
         (tree, tmp_path / "file", {}, "is not a directory"),
         (tree, tmp_path / "used", {}, "holds other files"),
+        (tree, tmp_path / "tests", {}, "holds other files"),
         (tree, tmp_path / "out", {"extend": True}, "no packed images to extend"),
         (tree, packed, {"order_seed": 6}, "in the order of seed 5, not 6"),
         (tmp_path / "other", packed, {}, "give --extend to add these"),

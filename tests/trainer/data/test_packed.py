@@ -346,7 +346,6 @@ def test_decode_threads_are_those_that_are_asked_for(
     ("name", "place", "message"),
     [
         ("folder", None, "needs a folder: give --data-dir with the images"),
-        ("packed", None, "needs a folder"),
         ("folder", "nothing", "no images in"),
         ("packed", "nothing", "holds no packed images: pack them by pic pack"),
         ("folder", "packed", "holds packed images, not a folder of images: give --dataset packed"),
