@@ -19,7 +19,6 @@ from weightserver import TableSpec, WeightClient
 # A row's weight is the negative sum of its gradients. Rows 0, 1, 4, 5 live on shard 0, rows 2, 3, 6, 7 on shard 1.
 SPEC = TableSpec(num_rows=8, dim=1, momentum=0, weight_decay=0, init_std=0, rows_per_block=2)
 RATES = np.ones(20)
-ALL = list(range(SPEC.num_rows))
 
 
 class Script:
@@ -82,6 +81,9 @@ class Script:
         self.done(self.begin(WeightClient.open_session, "operator", 0, name="run"), epoch=epoch)
 
 
+Writer = Callable[[Script], object]
+
+
 def written(path: Path, write: Writer) -> Path:
     """The file of a history."""
     with Recorder(path / "history.jsonl", SPEC, 2, RATES) as recorder:
@@ -89,232 +91,115 @@ def written(path: Path, write: Writer) -> Path:
     return recorder.path
 
 
-Writer = Callable[[Script], None]
-HAVE_NONE: list[Writer] = []
+checkpoint, rollback = WeightClient.checkpoint, WeightClient.rollback
+HAVE_NONE: dict[str, Writer] = {
+    "a push made again counts twice": lambda h: (
+        [h.unknown(push := h.push([0])), h.again(push), h.done(push), h.seen([0], [-2])]
+    ),
+    "a failed push counts twice": lambda h: [h.unknown(h.push([0])), h.seen([0], [-1]), h.seen([0], [-2])],
+    "a read is stale": lambda h: [h.pushed([0]), h.seen([0], [-1]), h.pushed([0], 10), h.seen([0], [-1])],
+    "reads go back under a concurrent push": lambda h: (
+        [push := h.push([0]), h.seen([0], [-1]), h.seen([0], [0]), h.done(push)]
+    ),
+    "two rows of concurrent pushes disagree on the order": lambda h: [
+        pushes := [h.push([0], 1), h.push([0], 10)],
+        fetches := [h.fetch([0]), h.fetch([0])],
+        h.done(fetches[0], [-1]),
+        h.done(fetches[1], [-10]),
+        h.done(pushes[0]),
+        h.done(pushes[1]),
+    ],
+    "a push is seen before it was made": lambda h: [h.seen([0], [-1]), h.pushed([0])],
+    "half of a failed push is seen": lambda h: (
+        [h.unknown(h.push([2, 7])), h.seen([2], [0]), h.seen([7], [-1]), h.seen([2], [0])]
+    ),
+    "half of a write is seen": lambda h: (
+        [h.done(h.write([0, 1], 3, 1)), write := h.write([0, 1], 7, 2), h.seen([0, 1], [3, 7]), h.done(write)]
+    ),
+    "a fetch is no snapshot": lambda h: [
+        pushes := [h.push([0], 1), h.push([4], 10)],
+        fetches := [h.fetch([0, 4]), h.fetch([0, 4])],
+        h.done(fetches[0], [-1, 0]),
+        h.done(fetches[1], [0, -10]),
+        h.done(pushes[0]),
+        h.done(pushes[1]),
+    ],
+    "an older state replaces a newer one": lambda h: [h.pushed([0], step=4), h.done(h.write([0], 7, 4))],
+    "a write is refused without reason": lambda h: (
+        [h.pushed([0], step=4), h.refused(h.write([0], 7, 5), "StepError")]
+    ),
+    "a refused write takes effect": lambda h: [
+        h.pushed([0], step=4),
+        h.changed(checkpoint),
+        h.pushed([0], step=6),
+        h.refused(h.write([0], 7, 5), "StepError"),
+        h.changed(rollback),
+        h.seen([0], [7]),
+    ],
+    "a fetch is refused without reason": lambda h: (
+        [h.pushed([0], step=4), h.refused(h.fetch([0], step=5), "StepError")]
+    ),
+    "a fetch of the past is answered": lambda h: [h.pushed([0], step=4), h.seen([0], [-1], step=4)],
+    "a push of an older session is acknowledged": lambda h: [h.opened(2), h.pushed([0])],
+    "a failed push of an older session takes effect later": lambda h: (
+        [h.unknown(h.push([0])), h.opened(2), h.seen([0], [0]), h.seen([0], [-1])]
+    ),
+    "a fenced push takes effect later": lambda h: (
+        [push := h.push([0]), h.opened(2), h.seen([0], [0]), h.refused(push, "FencedError"), h.seen([0], [-1])]
+    ),
+    "a push of the newest session is fenced": lambda h: [h.opened(2), h.refused(h.push([0], epoch=2), "FencedError")],
+    "an older session is joined": lambda h: (
+        [h.opened(2), h.done(h.begin(WeightClient.open_session, "late", 1, name="run", join=1), epoch=1)]
+    ),
+    "a checkpoint holds a later push": lambda h: (
+        [h.changed(checkpoint), h.pushed([0]), h.seen([0], [-1], checkpoint="kept")]
+    ),
+    "a checkpoint lacks an earlier push": lambda h: (
+        [h.pushed([0]), h.changed(checkpoint), h.pushed([0]), h.changed(rollback), h.seen([0], [0])]
+    ),
+    "a checkpoint cannot be found": lambda h: (
+        [h.changed(checkpoint), h.refused(h.fetch([0], checkpoint="kept"), "NoTableError")]
+    ),
+    "a failed rollback comes after a later write of its writer": lambda h: [
+        h.changed(checkpoint),
+        h.unknown(h.change(rollback)),
+        h.pushed([0]),
+        h.seen([0], [-1]),
+        h.seen([0], [0]),
+    ],
+    "a failed checkpoint is taken after a later write of its writer": lambda h: (
+        [h.unknown(h.change(checkpoint)), h.pushed([0]), h.seen([0], [-1], checkpoint="kept")]
+    ),
+    "a failed push comes after a rollback of its writer": lambda h: [
+        h.changed(checkpoint),
+        h.unknown(h.push([0])),
+        h.changed(rollback),
+        h.seen([0], [0]),
+        h.seen([0], [-1]),
+    ],
+}
 
 
-def has_none(write: Writer) -> Writer:
-    HAVE_NONE.append(write)
-    return write
-
-
-@has_none
-def a_push_made_again_counts_twice(h: Script) -> None:
-    push = h.push([0])
-    h.unknown(push)
-    h.again(push)
-    h.done(push)
-    h.seen([0], [-2])
-
-
-@has_none
-def a_failed_push_counts_twice(h: Script) -> None:
-    h.unknown(h.push([0]))
-    h.seen([0], [-1])
-    h.seen([0], [-2])
-
-
-@has_none
-def a_read_is_stale(h: Script) -> None:
-    h.pushed([0])
-    h.seen([0], [-1])
-    h.pushed([0], 10)
-    h.seen([0], [-1])
-
-
-@has_none
-def reads_go_back_under_a_concurrent_push(h: Script) -> None:
-    push = h.push([0])
-    h.seen([0], [-1])
-    h.seen([0], [0])
-    h.done(push)
-
-
-@has_none
-def two_rows_of_concurrent_pushes_disagree_on_the_order(h: Script) -> None:
-    one, other = h.push([0], 1), h.push([0], 10)
-    fetches = [h.fetch([0]), h.fetch([0])]
-    h.done(fetches[0], [-1])
-    h.done(fetches[1], [-10])
-    h.done(one)
-    h.done(other)
-
-
-@has_none
-def a_push_is_seen_before_it_was_made(h: Script) -> None:
-    h.seen([0], [-1])
-    h.pushed([0])
-
-
-@has_none
-def half_of_a_failed_push_is_seen(h: Script) -> None:
-    h.unknown(h.push([2, 7]))
-    h.seen([2], [0])
-    h.seen([7], [-1])
-    h.seen([2], [0])
-
-
-@has_none
-def half_of_a_write_is_seen(h: Script) -> None:
-    h.done(h.write([0, 1], 3, 1))
-    write = h.write([0, 1], 7, 2)
-    h.seen([0, 1], [3, 7])
-    h.done(write)
-
-
-@has_none
-def a_fetch_is_no_snapshot(h: Script) -> None:
-    pushes = [h.push([0], 1), h.push([4], 10)]
-    fetches = [h.fetch([0, 4]), h.fetch([0, 4])]
-    h.done(fetches[0], [-1, 0])
-    h.done(fetches[1], [0, -10])
-    for push in pushes:
-        h.done(push)
-
-
-@has_none
-def an_older_state_replaces_a_newer_one(h: Script) -> None:
-    h.pushed([0], step=4)
-    h.done(h.write([0], 7, 4))
-
-
-@has_none
-def a_write_is_refused_without_reason(h: Script) -> None:
-    h.pushed([0], step=4)
-    h.refused(h.write([0], 7, 5), "StepError")
-
-
-@has_none
-def a_refused_write_takes_effect(h: Script) -> None:
-    h.pushed([0], step=4)
-    h.changed(WeightClient.checkpoint)
-    h.pushed([0], step=6)
-    h.refused(h.write([0], 7, 5), "StepError")
-    h.changed(WeightClient.rollback)
-    h.seen([0], [7])
-
-
-@has_none
-def a_fetch_is_refused_without_reason(h: Script) -> None:
-    h.pushed([0], step=4)
-    h.refused(h.fetch([0], step=5), "StepError")
-
-
-@has_none
-def a_fetch_of_the_past_is_answered(h: Script) -> None:
-    h.pushed([0], step=4)
-    h.seen([0], [-1], step=4)
-
-
-@has_none
-def a_push_of_an_older_session_is_acknowledged(h: Script) -> None:
-    h.opened(2)
-    h.pushed([0])
-
-
-@has_none
-def a_failed_push_of_an_older_session_takes_effect_later(h: Script) -> None:
-    h.unknown(h.push([0]))
-    h.opened(2)
-    h.seen([0], [0])
-    h.seen([0], [-1])
-
-
-@has_none
-def a_fenced_push_takes_effect_later(h: Script) -> None:
-    push = h.push([0])
-    h.opened(2)
-    h.seen([0], [0])
-    h.refused(push, "FencedError")
-    h.seen([0], [-1])
-
-
-@has_none
-def a_push_of_the_newest_session_is_fenced(h: Script) -> None:
-    h.opened(2)
-    h.refused(h.push([0], epoch=2), "FencedError")
-
-
-@has_none
-def an_older_session_is_joined(h: Script) -> None:
-    h.opened(2)
-    h.done(h.begin(WeightClient.open_session, "late", 1, name="run", join=1), epoch=1)
-
-
-@has_none
-def a_checkpoint_holds_a_later_push(h: Script) -> None:
-    h.changed(WeightClient.checkpoint)
-    h.pushed([0])
-    h.seen([0], [-1], checkpoint="kept")
-
-
-@has_none
-def a_checkpoint_lacks_an_earlier_push(h: Script) -> None:
-    h.pushed([0])
-    h.changed(WeightClient.checkpoint)
-    h.pushed([0])
-    h.changed(WeightClient.rollback)
-    h.seen([0], [0])
-
-
-@has_none
-def a_checkpoint_cannot_be_found(h: Script) -> None:
-    h.changed(WeightClient.checkpoint)
-    h.refused(h.fetch([0], checkpoint="kept"), "NoTableError")
-
-
-@has_none
-def a_failed_rollback_comes_after_a_later_write_of_its_writer(h: Script) -> None:
-    h.changed(WeightClient.checkpoint)
-    h.unknown(h.change(WeightClient.rollback))
-    h.pushed([0])
-    h.seen([0], [-1])
-    h.seen([0], [0])
-
-
-@has_none
-def a_failed_checkpoint_is_taken_after_a_later_write_of_its_writer(h: Script) -> None:
-    h.unknown(h.change(WeightClient.checkpoint))
-    h.pushed([0])
-    h.seen([0], [-1], checkpoint="kept")
-
-
-@has_none
-def a_failed_push_comes_after_a_rollback_of_its_writer(h: Script) -> None:
-    h.changed(WeightClient.checkpoint)
-    h.unknown(h.push([0]))
-    h.changed(WeightClient.rollback)
-    h.seen([0], [0])
-    h.seen([0], [-1])
-
-
-@pytest.mark.parametrize("write", HAVE_NONE, ids=lambda write: write.__name__)
-def test_is_refused(write: Writer, tmp_path: Path) -> None:
-    path = written(tmp_path, write)
+@pytest.mark.parametrize("name", HAVE_NONE)
+def test_is_refused(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path, HAVE_NONE[name])
     with pytest.raises(NotLinearizableError, match="nothing explains"):
         check(path)
 
 
 def test_a_refusal_says_what_cannot_be_ordered(tmp_path: Path) -> None:
-    def write(h: Script) -> None:
-        h.pushed([0], 1)
-        h.push([0, 4], 10, client="other")
-        h.seen([0, 4], [-11, 0])
-
+    path = written(tmp_path, lambda h: [h.pushed([0]), h.push([0, 4], 10, client="other"), h.seen([0, 4], [-11, 0])])
     with pytest.raises(NotLinearizableError) as refused:
-        check(written(tmp_path, write))
+        check(path)
     lines = str(refused.value).splitlines()
     assert "#3 fetch(rows=[0, 4], step=20) by reader: done (lines 7–8)" in lines[1]
     assert "#2 push_gradients(rows=[0, 4], step=0) by other in session 1: unknown (line 6)" in lines[-1]
 
 
 def test_a_history_that_breaks_off_is_read_up_to_there(tmp_path: Path) -> None:
-    def write(h: Script) -> None:
-        h.pushed([0, 1, 2])
-        h.pushed([1, 1], 2, step=3)  # a repeated row adds up
-        h.seen(ALL, [-1, -5, -1, 0, 0, 0, 0, 0])
-
-    path = written(tmp_path, write)
+    """And a row that is twice in a push adds up."""
+    all_rows, values = list(range(SPEC.num_rows)), [-1, -5, -1, 0, 0, 0, 0, 0]
+    path = written(tmp_path, lambda h: [h.pushed([0, 1, 2]), h.pushed([1, 1], 2, step=3), h.seen(all_rows, values)])
     path.write_text(path.read_text()[:-5])
     assert [call.outcome for call in History.load(path).calls] == ["done", "done", "done", "unknown"]
     assert check(path).num_calls == 4
