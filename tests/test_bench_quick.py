@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import quick
 from benchmarks.measure import seconds_in_turn
-from benchmarks.quick import BETWEEN_RUNS, LEAST_ROUNDS, MOST_ROUNDS, Ratio, as_table, recorded
+from benchmarks.quick import BETWEEN_RUNS, LEAST_ROUNDS, Ratio, as_table, recorded
 from benchmarks.rows import Calls
 
 KNOWN = Ratio(p50=2.0, low=1.9, high=2.2)
@@ -21,40 +21,6 @@ RECORD = {
     "machine": {"processor": "A", "date": "2026-11-01", "commit": "abc1234"},
     "ratios": {"fetch, stored": {"p50": 2.0, "low": 1.9, "high": 2.2}},
 }
-SPREADS = {
-    130: (0.149, 0.165, 0.167),
-    120: (0.184, 0.171),
-    65: (0.185, 0.222),
-    MOST_ROUNDS: (0.105, 0.132, 0.155, 0.161, 0.139, 0.118, 0.160, 0.099, 0.105, 0.074, 0.140, 0.173, 0.099, 0.093),
-    55: (0.090, 0.184),
-}
-"""Rounds that fit the budget on two quiet cores, and the spread of their ratios' logarithms, ln(p90 / p10) / 2.56, of
-every call in the record of 2015943 on an Intel Xeon."""
-
-
-def marks(slowdown: float, *, num_runs: int = 25) -> list[str]:
-    """The marks of all calls in runs after a slowdown, each beside a run before it.
-
-    The rounds of a run are log-normal. Runs differ so much that one of a hundred pairs differs by `BETWEEN_RUNS`.
-    """
-    generator = np.random.default_rng(0)
-    between_runs = log(BETWEEN_RUNS) / 2.58 / math.sqrt(2)
-
-    def run(spread: float, num_rounds: int, factor: float = 1) -> Ratio:
-        ratios = generator.normal(log(factor) + generator.normal(0, between_runs), spread, num_rounds)
-        return Ratio.of(np.exp(ratios).tolist(), [1.0] * num_rounds)
-
-    return [
-        run(spread, num_rounds, slowdown).beside(run(spread, num_rounds))
-        for num_rounds, spreads in SPREADS.items()
-        for spread in spreads
-        for _ in range(num_runs)
-    ]
-
-
-@pytest.mark.parametrize(("slowdown", "mark"), [(1.0, ""), (1.25, "SLOWER"), (1 / 1.25, "FASTER")])
-def test_a_quarter_is_nearly_always_marked_and_the_same_code_hardly_ever(slowdown: float, mark: str) -> None:
-    assert np.mean([each == mark for each in marks(slowdown)]) > (0.95 if mark else 0.97)
 
 
 @pytest.mark.parametrize("num_rounds", [6, LEAST_ROUNDS, 101])

@@ -159,13 +159,6 @@ def test_the_trainer_takes_public_names_only() -> None:
                 assert not any(name.startswith("_") for name in names), (path, names)
 
 
-def test_types_of_arrays_are_defined_once() -> None:
-    for top in ("weightserver", "trainer", "tests", "benchmarks", "experiments", "deploy"):
-        for path in (ROOT / top).rglob("*.py"):
-            if path != ROOT / "weightserver/core/arrays.py":
-                assert not re.search(r"^\w+Array = npt\.NDArray", path.read_text(), re.MULTILINE), path
-
-
 def test_help_imports_no_command() -> None:
     """`weightserver --help` and each command import only what they need."""
     heavy = ("lmdb", "cryptography", "safetensors.numpy", "weightserver.server")

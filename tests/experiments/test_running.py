@@ -25,7 +25,6 @@ from experiments.run_cell import write_cell
 from experiments.runner import Runner
 from experiments.tables import TABLES
 from experiments.tables.gpu import GPU
-from tests.helpers.slow_evaluation import BEGUN_FILE
 from tests.helpers.watching import wait_until
 from trainer.run.checkpoint_file import checkpoint_name
 from weightserver.common.atomic_files import directory_lock
@@ -65,10 +64,10 @@ def runner(directory: Path, table: Table = MADE) -> Runner:
     return Runner(tables=[table], most_seeds=1, directory=directory, results=directory / "results", num_jobs=2)
 
 
-def start(directory: Path, cell: Cell, program: str = "experiments.run_cell") -> tuple[Path, subprocess.Popen[bytes]]:
+def start(directory: Path, cell: Cell) -> tuple[Path, subprocess.Popen[bytes]]:
     path = directory / cell.identity(0)
     write_cell(path, cell, 0)
-    command = [sys.executable, "-m", program, str(path)]
+    command = [sys.executable, "-m", "experiments.run_cell", str(path)]
     with (path / LOG_FILE).open("wb") as log:
         return path, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
@@ -271,16 +270,3 @@ def test_mistakes_with_folders_are_refused_in_one_line(tmp_path: Path, capsys: p
     with directory_lock(tmp_path / "runs"):
         assert main(["run", "--directory", str(tmp_path / "runs")]) == 1
     assert "is being written by another process" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_cell_stopped_while_it_evaluates_keeps_its_time(tmp_path: Path) -> None:
-    """Its processor time is written at its end, whatever it was doing."""
-    path, process = start(tmp_path, Cell(name="short", settings=TINY), "tests.helpers.slow_evaluation")
-    wait_until((path / BEGUN_FILE).exists, seconds=120)
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(timeout=120)
-    assert not (path / RESULT_FILE).exists(), "it had ended already"
-    assert process.returncode == 128 + signal.SIGTERM
-    assert float((path / "cpu_seconds.json").read_text()) > 0

@@ -8,17 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from experiments.paper.average_precision import average_precision
 from experiments.paper.detect import (
     _parameter_groups,
     batches,
     detect,
-    detect_objects,
     example,
     learning_rate_factor,
     read_splits,
@@ -39,38 +36,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def devkit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return voc_tree.tree(tmp_path_factory.mktemp("voc"))
-
-
-class Colours(nn.Module):
-    """Finds squares by their colours, without any training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transform = nn.Identity()
-
-    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
-        return [self._of(255 * image) for image in images]
-
-    def _of(self, image: Tensor) -> dict[str, Tensor]:
-        boxes, labels = [], []
-        for name, colour in voc_tree.COLOURS.items():
-            for half in (0, image.shape[2] // 2):
-                part = image[:, :, half : half + image.shape[2] // 2]
-                rows, columns = ((part - torch.tensor(colour)[:, None, None]).abs().amax(0) < 60).nonzero().unbind(1)
-                if len(rows) > 50:
-                    edges = [columns.min() + half, rows.min(), columns.max() + half + 1, rows.max() + 1]
-                    boxes.append(torch.stack(edges).float())
-                    labels.append(CLASSES.index(name) + 1)
-        scores = 1 / torch.arange(2.0, 2 + len(boxes))
-        return {"boxes": torch.stack(boxes), "scores": scores, "labels": torch.tensor(labels)}
-
-
-def test_the_colours_of_squares_find_them(devkit: Path, tmp_path: Path) -> None:
-    """Labels and boxes of detections are those of the annotations."""
-    _, test = read_splits(devkit, CONFIG)
-    found = detect_objects(Colours(), test, CONFIG, made_evaluation(small_resnet(), tmp_path))
-    by_class = average_precision([image.objects for image in test], found, len(CLASSES))
-    assert np.nanmin(by_class[:, :5]) > 90
 
 
 @pytest.mark.slow
