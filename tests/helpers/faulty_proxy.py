@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import grpc
@@ -68,10 +68,6 @@ class Faults:
     timeout_seconds: float = 5
     """Deadline of requests that are forwarded without a waiting caller."""
 
-    def __post_init__(self) -> None:
-        if self.refuse + self.swallow + max(self.lose_reply + self.twin + self.cut_write, self.cut_fetch) > 1:
-            raise ValueError(f"a call meets one fault at most, but their probabilities add up beyond 1: {self}")
-
 
 @dataclass(frozen=True)
 class Request:
@@ -113,7 +109,7 @@ class FaultyProxy:
             else:
                 stub, handler, behaviour = self._channel.unary_unary, grpc.unary_unary_rpc_method_handler, self._call
             self._stubs[method.name] = stub(f"/{_SERVICE.full_name}/{method.name}")
-            handlers[method.name] = handler(_with_method(behaviour, method.name))
+            handlers[method.name] = handler(partial(behaviour, method.name))
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="faulty-proxy")
         self._server = grpc.server(self._threads, options=_OPTIONS)
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)])
@@ -141,9 +137,7 @@ class FaultyProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- the three kinds of calls
@@ -152,9 +146,8 @@ class FaultyProxy:
         return self._unary(Request(method, (message,), _metadata(context)), self._draw(self._call_faults), context)
 
     def _write(self, method: str, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        return self._unary(
-            Request(method, tuple(messages), _metadata(context)), self._draw(self._write_faults), context
-        )
+        request = Request(method, tuple(messages), _metadata(context))
+        return self._unary(request, self._draw(self._write_faults), context)
 
     def _unary(self, request: Request, fault: Fault | None, context: grpc.ServicerContext) -> bytes:
         """A call with one answer."""
@@ -217,10 +210,8 @@ class FaultyProxy:
         """Delays some calls. The seconds that are left to forward this one, None where it has no deadline."""
         low, high = self._faults.delay_seconds
         with self._lock:
-            is_delayed, seconds = (
-                self._random.random() < self._faults.delay,
-                low * (high / low) ** self._random.random(),
-            )
+            is_delayed = self._random.random() < self._faults.delay
+            seconds = low * (high / low) ** self._random.random()
         if is_delayed:
             self._closing.wait(seconds)
             if not context.is_active():
@@ -276,10 +267,6 @@ class FaultyProxy:
         return self._stubs[request.method].future(message, timeout=timeout, metadata=request.metadata)
 
 
-def _with_method(behaviour: Callable[..., Any], method: str) -> Callable[[Any, grpc.ServicerContext], Any]:
-    return lambda request, context: behaviour(method, request, context)
-
-
 def _metadata(context: grpc.ServicerContext) -> tuple[tuple[str, str | bytes], ...]:
     """The caller's metadata of the call; gRPC adds its own keys to each call itself."""
     given: Sequence[tuple[str, str | bytes]] = context.invocation_metadata()
@@ -293,9 +280,8 @@ def _pass_on(error: Any, context: grpc.ServicerContext) -> NoReturn:
 
 
 def _outcome(future: Any) -> bytes | Any:
-    """The answer of a call, or the grpc.RpcError that it failed with, with its code() and details()."""
+    """The answer of a call, or the grpc.RpcError that it failed with."""
     try:
-        answer: bytes = future.result()
+        return future.result()
     except grpc.RpcError as error:
         return error
-    return answer

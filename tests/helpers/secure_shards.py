@@ -35,16 +35,7 @@ def served(
         processes = {}
         for name, own in options.items():
             command = [*inside, sys.executable, "-m", "weightserver", "serve", "--announce", "--stop-with-parent"]
-            command += [
-                "--init",
-                "--data-dir",
-                str(directory / name),
-                "--listen",
-                "127.0.0.1:0",
-                "--metrics-port",
-                "0",
-                *own,
-            ]
+            command += ["--init", f"--data-dir={directory / name}", "--listen=127.0.0.1:0", "--metrics-port=0", *own]
             log = stack.enter_context((directory / f"{name}.log").open("w"))
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
