@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
 import trainer.results
 from tests.helpers.bars import write_bars
@@ -35,10 +34,10 @@ from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
 from trainer.results import TrainResult, finish, next_commands, warnings_of, write_results
-from trainer.run.checkpoint_file import FORMAT, file_path, read_metadata, saved_steps
+from trainer.run.checkpoint_file import file_path, read_metadata, saved_steps
 from trainer.run.directory import read_encoder
 from trainer.run.plot import draw_training
-from trainer.run.totals import Totals, totals_at
+from trainer.run.totals import Totals
 from trainer.schedule import learning_rates
 from trainer.stopping import Interrupted
 from weightserver import LocalCluster, WeightClient
@@ -111,15 +110,6 @@ def test_a_run_that_was_killed_in_its_evaluation_is_only_evaluated(ended: Path, 
 
 def totals(output: Path) -> str:
     return read_metadata(file_path(output / "checkpoints", NUM_STEPS))["totals"]
-
-
-def test_totals_of_an_earlier_commit_are_read(tmp_path: Path) -> None:
-    """They had the time of evaluations too."""
-    stored = asdict(Totals(parts=2, train_seconds=3.0)) | {"evaluation_seconds": 1.0}
-    (tmp_path / "checkpoints").mkdir()
-    metadata = {"format": FORMAT, "totals": json.dumps(stored)}
-    save_file({"a": torch.zeros(1)}, file_path(tmp_path / "checkpoints", 7), metadata)
-    assert totals_at(tmp_path, 7) == Totals(parts=2, train_seconds=3.0)
 
 
 def rates(num_steps: int) -> np.ndarray:
@@ -233,32 +223,6 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     )
 
 
-@pytest.mark.slow
-def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    finish(labelled)
-    printed, output = capsys.readouterr().out, labelled.config.run.output
-    compared = json.loads((output / "comparison.json").read_text())
-    assert compared.keys() == {"trained encoder", "untrained encoder", "raw pixels"}
-    for name, row in compared.items():
-        assert name in printed
-        assert f"{row['knn']['top1']:.2f}" in printed
-    before = (output / "comparison.json").read_bytes()
-    (output / "comparison.json").unlink()  # as if it had been interrupted, and resumed
-    finish(replace(labelled, results={}))
-    assert (output / "comparison.json").read_bytes() == before
-    assert capsys.readouterr().out == printed
-    gain = compared["trained encoder"]["knn"]["top1"] - compared["untrained encoder"]["knn"]["top1"]
-    assert f"{gain:+.1f} points over untrained encoder" in printed
-    assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("encoder.safetensors", "summary.json", "training.png", "metrics.jsonl"):
-        assert name in printed
-        assert (output / name).exists()
-    commands = next_commands(labelled.config)
-    assert len(commands) == 3
-    assert f"{pic()} export encoder {output} --format timm --output {output}/exported" in commands
-    assert printed.endswith("Next:\n" + "".join(f"  {command}\n" for command in commands))
-
-
 @pytest.mark.parametrize("tested", [True, False])
 def test_references_decode_a_bounded_number_of_images(
     tested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -351,26 +315,32 @@ def test_a_run_of_too_many_broken_images_is_refused_before_its_first_step(tmp_pa
 
 
 @pytest.mark.guard  # seconds
-def test_the_ending_compares_with_other_runs(labelled: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A line of the table, the losses, and the gaps of the rows that came back."""
-    run = replace(
-        labelled,
-        config=labelled.config.with_settings(output=shutil.copytree(labelled.config.run.output, tmp_path / "a")),
-    )
-    (run.config.run.output / "comparison.json").unlink(missing_ok=True)
+def test_the_ending_says_whether_it_was_worth_it(
+    labelled: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Also compared with another run: a line of the table, the losses, and the gaps of the rows that came back."""
+    output = shutil.copytree(labelled.config.run.output, tmp_path / "a")
+    (output / "comparison.json").unlink(missing_ok=True)
+    run = replace(labelled, config=labelled.config.with_settings(output=output))
     other = run.config.with_settings(output=tmp_path / "b", correction="none")
     train(other)
-    finish(run, {"without correction": other.run.output})
-    printed = " ".join(capsys.readouterr().out.split())  # wherever lines are broken
-    compared = json.loads((run.config.run.output / "comparison.json").read_text())
+    others = {"without correction": other.run.output}
+    finish(run, others)
+    lines = capsys.readouterr().out
+    printed = " ".join(lines.split())  # wherever lines are broken
+    compared = json.loads((output / "comparison.json").read_text())
     assert list(compared) == ["trained encoder", "without correction", "untrained encoder", "raw pixels"]
+    for name, row in compared.items():
+        assert f"│ {name} │ {row['knn']['top1']:.2f} │" in printed
     found = encoder_features(read_encoder(other.run.output)[0], run.dataset, read_encoder(other.run.output)[1].pixels)
     expected = {protocol: result.top1 for protocol, result in evaluate_features(found).items()}
     assert {protocol: result["top1"] for protocol, result in compared["without correction"].items()} == expected
-    assert f"{expected['knn']:.2f}" in printed
     gain = compared["trained encoder"]["linear"]["top1"] - expected["linear"]
     assert f"linear probe {gain:+.1f} points)" in printed
-    tenths = [found[-(len(found) // 10) :] for found in map(losses, (run.config.run.output, other.run.output))]
+    gain = compared["trained encoder"]["knn"]["top1"] - compared["untrained encoder"]["knn"]["top1"]
+    assert f"{gain:+.1f} points over untrained encoder" in printed
+    assert "over without correction" not in printed
+    tenths = [found[-(len(found) // 10) :] for found in map(losses, (output, other.run.output))]
     last = [sum(tenth) / len(tenth) for tenth in tenths]
     assert last[0] != last[1]
     assert f"The loss ends at {last[0]:.2f}; without correction at {last[1]:.2f}" in printed
@@ -380,35 +350,39 @@ def test_the_ending_compares_with_other_runs(labelled: Any, capsys: pytest.Captu
     mean = f"{summary['missed_steps'] / summary['corrected_rows']:,.0f}"
     assert f"{summary['corrected_rows']:,} rows were corrected when they came back, for gaps of {mean} steps" in printed
     assert f"and {summary['largest_gap']} at most." in printed
-    assert "over without correction" not in printed
-    finish(replace(run, results={}), {"without correction": other.run.output})
-    assert " ".join(capsys.readouterr().out.split()) == printed, "of a run that had ended before"
+    for name in ("encoder.safetensors", "summary.json", "training.png", "metrics.jsonl"):
+        assert name in printed
+        assert (output / name).exists()
+    commands = next_commands(run.config)
+    assert f"{pic()} export encoder {output} --format timm --output {output}/exported" in commands
+    assert lines.endswith("Next:\n" + "".join(f"  {command}\n" for command in commands))
+    (output / "comparison.json").unlink()  # as if it had been interrupted, and resumed
+    finish(replace(run, results={}), others)
+    assert capsys.readouterr().out == lines
     unevaluated = run.config.with_settings(evaluate=False)
-    finish(replace(run, results={}, config=unevaluated), {"without correction": other.run.output})
+    finish(replace(run, results={}, config=unevaluated), others)
     assert f"without correction at {last[1]:.2f}.\n" in capsys.readouterr().out
 
 
-@pytest.mark.guard  # seconds
-def test_a_run_that_ends_at_chance_says_so(labelled: Any) -> None:
-    output = labelled.config.run.output
-    before = (output / "metrics.jsonl").read_text()
-    try:
-        for loss, is_chance in ((4.15, True), (4.1, False)):
-            lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step in range(30)]
-            (output / "metrics.jsonl").write_text("".join(lines))
-            found = any("the loss ended at 4.15, which is chance (4.16)" in text for text in warnings_of(labelled))
-            assert found == is_chance
-        for losses_, advice in (
-            ([5.0 - step / 60 for step in range(30)], "still falling: more --steps"),
-            ([4.6] * 30, "smaller"),
-        ):
-            lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses_)]
-            (output / "metrics.jsonl").write_text("".join(lines))
-            (text,) = [text for text in warnings_of(labelled) if "loss ended" in text]
-            assert "which is above chance (4.16)" in text
-            assert advice in text
-    finally:
-        (output / "metrics.jsonl").write_text(before)
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([4.15] * 30, ["the loss ended at 4.15, which is chance (4.16)"]),
+        ([4.1] * 30, []),
+        ([5.0 - step / 60 for step in range(30)], ["which is above chance (4.16)", "still falling: more --steps"]),
+        ([4.6] * 30, ["which is above chance (4.16)", "smaller"]),
+    ],
+)
+def test_a_run_that_has_learnt_nothing_says_so(found: list[float], said: list[str], tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(found)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    notes = [note for note in warnings_of(untrained(small_run(tmp_path))) if "loss ended" in note]
+    assert len(notes) == bool(said)
+    assert all(text in note for note in notes for text in said)
+
+
+def untrained(config: TrainConfig) -> TrainResult:
+    return TrainResult(config, load_dataset("synthetic", num_images=300, image_size=16), build_model(EncoderConfig()))
 
 
 @pytest.mark.parametrize("margin", ["cosface", "arcface", "adaface"])
@@ -421,10 +395,9 @@ def test_a_margin_is_no_reason_to_say_that_a_run_has_learnt_nothing(
     cosines[:, :1] = margin_of(margin, None).of(cosines[:, :1])
     chance = F.cross_entropy(cosines / 0.03, torch.tensor([0])).item()
     assert config.loss.chance(config.rows.num_negatives) == pytest.approx(chance)
-    result = TrainResult(config, load_dataset("synthetic", num_images=300, image_size=16), build_model(EncoderConfig()))
     for loss, said in ((np.log(64) + 3, []), (chance, [f"the loss ended at {chance:.2f}, which is chance"])):
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": loss}) + "\n")
-        notes = [note for note in warnings_of(result) if "chance" in note]
+        notes = [note for note in warnings_of(untrained(config)) if "chance" in note]
         assert [note.partition(" (")[0] for note in notes] == said
 
 
@@ -459,7 +432,9 @@ def test_ctrl_c_leaves_out_the_references_that_are_missing(
 
 
 @pytest.mark.guard
-def test_an_interrupted_ending_says_how_to_go_on(labelled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_ending_says_how_to_go_on(
+    labelled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -470,13 +445,10 @@ def test_an_interrupted_ending_says_how_to_go_on(labelled: Any, monkeypatch: pyt
     assert stopped.value.exit_status == 130
     assert str(stopped.value).endswith(f"{pic()} train --resume --output {output}")
     monkeypatch.setattr(trainer.results, "encoder_features", interrupted)
-    (output / "summary.json").rename(output / "aside.json")
-    try:
-        with pytest.raises(Interrupted, match=r"pic evaluate knn --run"):
-            write_results(labelled.config.with_settings(rows="dense"), labelled.dataset, labelled.model, Totals())
-        assert not (output / "summary.json").exists()
-    finally:
-        (output / "aside.json").rename(output / "summary.json")
+    config = labelled.config.with_settings(rows="dense", output=tmp_path)
+    with pytest.raises(Interrupted, match=r"pic evaluate knn --run"):
+        write_results(config, labelled.dataset, labelled.model, Totals())
+    assert not (tmp_path / "summary.json").exists()
 
 
 @pytest.mark.guard

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -56,6 +58,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same(output: Path, undisturbed: Path) -> None:
     assert losses(output) == losses(undisturbed)
+    assert_same_encoder(output, undisturbed)
+
+
+def assert_same_end(output: Path, undisturbed: Path) -> None:
+    """For a run that logged its last step alone."""
+    assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]
+    assert_same_encoder(output, undisturbed)
+
+
+def assert_same_encoder(output: Path, undisturbed: Path) -> None:
     ours, theirs = (load_encoder(path / "encoder.safetensors")[0].state_dict() for path in (output, undisturbed))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -113,40 +125,19 @@ def test_a_shard_that_is_killed_during_a_checkpoint_changes_nothing(
 
 @pytest.mark.guard  # seconds
 def test_a_signal_ends_a_run_after_a_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
-    output = tmp_path / "run"
-    killer = threading.Thread(target=signal_after, args=(output / "metrics.jsonl", 20))
-    killer.start()
+    """Also between logged steps."""
+    output, settings = tmp_path / "run", {"checkpoint_every": 0, "log_every": NUM_STEPS}
 
-    def wait_for_it(step: int) -> None:
-        """Otherwise the run could end before the signal comes, on a slow machine."""
-        if step == NUM_STEPS - 2:
-            killer.join()
+    def stop(step: int) -> None:
+        if step == 20:
+            stop_this_process()
 
-    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume continues from there") as stopped:
-        train(small_run(output, checkpoint_every=0), on_step=wait_for_it)
-    killer.join()
+    with pytest.raises(Interrupted, match="after 21 steps: --resume continues from there") as stopped:
+        train(small_run(output, **settings), on_step=stop)
     assert stopped.value.exit_status == 128 + signal.SIGTERM
-    finished = len(losses(output))
-    assert 20 <= finished < NUM_STEPS
-    assert saved_steps(output / "checkpoints") == [0, finished]
-    train(small_run(output, checkpoint_every=0, resume=True))
-    assert_same(output, undisturbed)
-
-
-def test_a_signal_is_seen_between_logged_steps(tmp_path: Path) -> None:
-    output = tmp_path / "run"
-
-    def signal_soon() -> None:
-        while len(saved_steps(output / "checkpoints")) < 2:
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    killer = threading.Thread(target=signal_soon)
-    killer.start()
-    with pytest.raises(Interrupted, match=r"after \d+ steps: --resume continues from there"):
-        train(small_run(output, log_every=100_000, steps=100_000, encoder=ONLY_ROWS))
-    killer.join()
-    assert losses(output) == []
+    assert saved_steps(output / "checkpoints") == [0, 21]
+    train(small_run(output, **settings, resume=True))
+    assert_same_end(output, undisturbed)
 
 
 @pytest.mark.guard
@@ -157,42 +148,42 @@ def test_a_signal_after_the_last_step_ends_the_run_too(
 
     def write_and_signal(self: Recorder, record: dict[str, Any]) -> None:
         write(self, record)
-        os.kill(os.getpid(), signal.SIGTERM)
+        stop_this_process()
 
     with monkeypatch.context() as patched:
         patched.setattr(Recorder, "write", write_and_signal)
         with pytest.raises(Interrupted, match="after the last step: --resume ends the run"):
             train(small_run(output, log_every=NUM_STEPS))
     train(small_run(output, log_every=NUM_STEPS, resume=True))
-    assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]
+    assert_same_end(output, undisturbed)
 
 
 def test_a_signal_in_the_last_step_of_dense_rows_leaves_the_encoder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of which no checkpoint is saved, so that the run could not be resumed."""
-    monkeypatch.setattr(Recorder, "write", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(Recorder, "write", lambda *_: stop_this_process())
     train(small_run(tmp_path, rows="dense", steps=2, log_every=2, encoder=ONLY_ROWS))
     assert (tmp_path / "encoder.safetensors").exists()
 
 
-@pytest.mark.slow
-def test_an_encoder_with_dropout_is_resumed_exactly(tmp_path: Path) -> None:
-    """With dropout, from its last checkpoint before the end."""
-    encoder = EncoderConfig(name="mobilenet_v3_small", in_channels=3, image_size=32)
-    run = small_run(tmp_path / "run", encoder=encoder, steps=3, checkpoint_every=2)
-    train(run)
-    before = losses(run.run.output)
-    train(run.with_settings(resume=True, resume_step=2))
-    assert losses(run.run.output) == before
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars", "lamb"])
-def test_an_optimizer_is_resumed_exactly(optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"optimizer": name} for name in ("sgd", "adamw", "lars", "lamb")),
+        pytest.param(
+            {"encoder": EncoderConfig(name="mobilenet_v3_small", in_channels=3, image_size=32)},
+            id="dropout",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_an_optimizer_and_dropout_are_resumed_exactly(changes: dict[str, Any], tmp_path: Path) -> None:
     """Four steps and four more are eight: each loss, weight and value of the optimizer."""
-    settings = {"optimizer": optimizer, "learning_rate": 0.02, "steps": 8, "checkpoint_every": 4, "num_shards": 1}
+    settings = {"learning_rate": 0.02, "steps": 8, "checkpoint_every": 4, "num_shards": 1}
     output = tmp_path / "run"
-    train(run := small_run(output, **settings))
+    train(run := small_run(output, **settings, **changes))
     ended, before = output / "checkpoints" / f"{checkpoint_name(8)}.safetensors", losses(output)
     assert len(set(before)) == 8, "something moves"
     expected = load_file(ended)
@@ -204,13 +195,11 @@ def test_an_optimizer_is_resumed_exactly(optimizer: str, tmp_path: Path) -> None
 
 
 @pytest.mark.guard  # seconds
-def test_a_resumed_run_has_not_ended(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is killed before its first step, and resumed to the same end."""
+def test_a_resumed_run_has_not_ended(tmp_path: Path, undisturbed: Path) -> None:
+    """It is killed in its first step, and resumed to the same end."""
     output = shutil.copytree(undisturbed, tmp_path / "run")
-    with monkeypatch.context() as patched:
-        patched.setattr("trainer.build.views_ahead", lambda *_: die("the power went out"))
-        with pytest.raises(OSError, match="power"):
-            train(small_run(output, resume=True, resume_step=3 * EVERY))
+    with pytest.raises(OSError, match="power"):
+        train(small_run(output, resume=True, resume_step=3 * EVERY), on_step=fail)
     assert read_summary(output) == {}
     with pytest.raises(ValueError, match=r"has not ended and has no encoder\.safetensors"):
         read_encoder(output)
@@ -236,40 +225,36 @@ def test_the_umask_decides_who_may_read_files(undisturbed: Path) -> None:
     assert {path.stat().st_mode for path in files} == {(undisturbed / "config.json").stat().st_mode}
 
 
-def die(reason: str) -> None:
-    raise OSError(reason)
+def fail(*_: Any, **__: Any) -> NoReturn:
+    raise OSError("the power went out")
 
 
-def signal_after(metrics: Path, num_lines: int) -> None:
-    while not metrics.exists() or metrics.read_text().count("\n") < num_lines:
-        time.sleep(0.005)
+def stop_this_process() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param([(15, "resident")], id="once"),
-        pytest.param(
-            [(15, "resident"), (20, "remote"), (30, "resident")], id="again and again", marks=pytest.mark.slow
-        ),
-    ],
-)
+@contextmanager
+def begun(output: Path, num_lines: int, **settings: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own that has recorded so many steps."""
+    code = (
+        "import json, sys; from pathlib import Path; import tests.trainer.test_resume as t; t.torch.set_num_threads(1);"
+        "t.train(t.small_run(Path(sys.argv[1]), **json.loads(sys.argv[2])))"
+    )
+    command = [sys.executable, "-c", code, str(output), json.dumps(settings)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        metrics = output / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count("\n") < num_lines:
+            assert process.poll() is None, "it ended by itself"
+            time.sleep(0.005)
+        yield process
+
+
 @pytest.mark.guard
-def test_a_killed_run_can_be_resumed(kills: list[tuple[int, str]], tmp_path: Path, undisturbed: Path) -> None:
+def test_a_killed_run_can_be_resumed(tmp_path: Path, undisturbed: Path) -> None:
     """kill -9 of the trainer at an arbitrary point after that many steps; resumed with other stores and settings."""
     output = tmp_path / "run"
-    code = (
-        "import sys; from pathlib import Path; import tests.trainer.test_resume as t; t.torch.set_num_threads(1);"
-        "t.train(t.small_run(Path(sys.argv[1]), rows=sys.argv[2], resume=sys.argv[3] == 'True'))"
-    )
-    for num_lines, rows in kills:
-        resume = str(output.exists())
-        with subprocess.Popen([sys.executable, "-c", code, str(output), rows, resume]) as process:
-            metrics = output / "metrics.jsonl"
-            while not metrics.exists() or metrics.read_text().count("\n") < num_lines:
-                assert process.poll() is None, "it ended by itself"
-                time.sleep(0.005)
+    for num_lines, rows in ((15, "resident"), (20, "remote"), (30, "resident")):
+        with begun(output, num_lines, rows=rows, resume="auto") as process:
             process.kill()
     train(small_run(output, resume=True, prefetch_steps=0, capacity=64))
     assert_same(output, undisturbed)
@@ -279,18 +264,9 @@ def test_a_killed_run_can_be_resumed(kills: list[tuple[int, str]], tmp_path: Pat
 def test_a_paused_trainer_is_fenced(tmp_path: Path, undisturbed: Path) -> None:
     """SIGSTOP, another trainer resumes the run, SIGCONT: every write of the first is refused, and it says so."""
     output = tmp_path / "run"
-    code = (
-        "import sys; from pathlib import Path; import tests.trainer.test_resume as t; t.torch.set_num_threads(1);"
-        "t.train(t.small_run(Path(sys.argv[1]), servers=sys.argv[2]))"
-    )
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
         servers = ",".join(cluster.addresses)
-        command = [sys.executable, "-c", code, str(output), servers]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as first:
-            metrics = output / "metrics.jsonl"
-            while not metrics.exists() or metrics.read_text().count("\n") < 20:
-                assert first.poll() is None, "it ended by itself"
-                time.sleep(0.005)
+        with begun(output, 20, servers=servers) as first:
             first.send_signal(signal.SIGSTOP)
             train(small_run(output, servers=servers, resume=True))
             before = client.fetch_state(range(300)).weight
@@ -300,14 +276,6 @@ def test_a_paused_trainer_is_fenced(tmp_path: Path, undisturbed: Path) -> None:
         assert re.search(r"FencedError: .*session 1 was superseded by epoch 2 \(run 'run'\): this writer must", errors)
         assert (client.fetch_state(range(300)).weight == before).all()
     assert_same(output, undisturbed)
-
-
-def test_old_checkpoints_are_deleted(undisturbed: Path) -> None:
-    steps = [*range(EVERY, NUM_STEPS, EVERY), NUM_STEPS][-3:]
-    names = [f"step-{step:012d}" for step in steps]
-    assert sorted(path.stem for path in (undisturbed / "checkpoints").iterdir()) == names
-    with LocalCluster(2, undisturbed / "servers") as cluster, WeightClient(cluster.addresses) as client:
-        assert [(kept.name, kept.step) for kept in client.checkpoints()] == list(zip(names, steps, strict=True))
 
 
 def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,13 +299,8 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
 
 BAD_RESUMES = {
     "nothing there": ({}, False, r"holds no run to resume: omit --resume"),
-    "other settings": ({"temperature": 0.3}, True, r"whose --temperature is 0\.2, not 0\.3: give the same settings"),
+    "other settings": ({"temperature": 0.3, "resume": "auto"}, True, r"whose --temperature is 0\.2, not 0\.3: give the same settings"),
     "another optimizer": ({"optimizer": "lamb"}, True, r"whose --optimizer is sgd, not lamb: give the same settings"),
-    "fewer steps": (
-        {"steps": 39},
-        True,
-        r"a length of 40 updates, not 39: it can become longer, not shorter: give --steps 40",
-    ),
     "fewer epochs": ({"steps": None, "epochs": 2.0}, True, r"40 updates, not 38: .* not shorter: give --steps 40"),
     "other shards": ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
     "dense rows": ({"rows": "dense"}, True, r"--rows dense saves no checkpoints: omit --resume"),
@@ -349,16 +312,13 @@ def test_resume_rejects_other_runs(
     changes: dict[str, Any], there: bool, message: str, undisturbed: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        train(small_run(undisturbed if there else tmp_path / "none", resume=True, **changes))
+        train(small_run(undisturbed if there else tmp_path / "none", **{"resume": True} | changes))
 
 
 @pytest.mark.guard
 def test_one_command_starts_and_resumes_a_run(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("the power went out")
-
     run = small_run(tmp_path / "run", resume="auto", keep_checkpoints=1)
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "_forget_old", fail)
@@ -369,8 +329,6 @@ def test_one_command_starts_and_resumes_a_run(
 
 
 def test_resume_auto_overwrites_nothing(tmp_path: Path, undisturbed: Path) -> None:
-    with pytest.raises(ValueError, match=r"whose --temperature is 0\.2, not 0\.3: give the same settings"):
-        train(small_run(undisturbed, resume="auto", temperature=0.3))
     with pytest.raises(ValueError, match=r"holds another run: choose another --output"):
         train(small_run(undisturbed, resume="auto", rows="dense"))
     output = shutil.copytree(undisturbed, tmp_path / "damaged")
@@ -388,9 +346,6 @@ def test_resume_auto_overwrites_nothing(tmp_path: Path, undisturbed: Path) -> No
 def test_a_live_run_that_has_written_nothing_yet_is_not_superseded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: int) -> None:
-        raise OSError("the power went out")
-
     monkeypatch.setattr(processes, "process_id", lambda: os.urandom(16))  # as if each client were in its own
     with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as other:
         run = small_run(tmp_path / "run", servers=cluster.addresses[0], steps=4, checkpoint_every=0)
@@ -415,10 +370,6 @@ def test_a_command_submitted_twice_does_not_drop_the_rows_of_the_first(
     monkeypatch.setattr(processes, "process_id", lambda: os.urandom(16))  # as if each client were in its own
     with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as first:
         run = small_run(tmp_path / "run", servers=cluster.addresses[0], steps=4, checkpoint_every=0)
-
-        def fail(self: WeightClient, name: str, *, step: int) -> None:
-            raise OSError("the power went out")
-
         with monkeypatch.context() as patch:
             patch.setattr(WeightClient, "checkpoint", fail)
             with pytest.raises(OSError, match="power"):
@@ -486,7 +437,7 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
 ) -> None:
     """First its disk is full, then a rank is lost after the shards took the checkpoint."""
 
-    def fail(_: Any, path: Path, **__: Any) -> None:
+    def fill(_: Any, path: Path, **__: Any) -> None:
         path.write_bytes(b"half")
         raise SafetensorError("no space")
 
@@ -498,7 +449,7 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
     with LocalCluster(2) as cluster:
         run = small_run(tmp_path / "run", servers=",".join(cluster.addresses))
         with monkeypatch.context() as patched:
-            patched.setattr(trainer.run.checkpoint, "save_file", fail)
+            patched.setattr(trainer.run.checkpoint, "save_file", fill)
             with pytest.raises(OSError, match=r"step-000000000000\..*partial cannot be written \(no space\)"):
                 train(run)
         left = [path.name for path in tmp_path.glob("run/checkpoints/*.partial")]
@@ -534,11 +485,7 @@ def test_rows_of_a_file_that_cannot_be_read_for_a_moment_are_kept(
         files = saved_steps(tmp_path / "run/checkpoints")
         assert len(files) > 1
         assert [kept.name for kept in client.checkpoints()] == list(map(checkpoint_name, files))
-        train(
-            small_run(
-                tmp_path / "run", servers=run.servers.servers, keep_checkpoints=1, resume=True, steps=NUM_STEPS + 1
-            )
-        )
+        train(run.with_settings(resume=True, steps=NUM_STEPS + 1))
         assert len(client.checkpoints()) == len(saved_steps(tmp_path / "run/checkpoints")) == 1
 
 
