@@ -7,12 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 
-import numpy as np
 import pytest
-import torch
 
 from weightserver.common.background import computed_ahead
-from weightserver.torch import HostCopy, to_device
 
 
 def test_items_come_in_order_and_few_are_ahead() -> None:
@@ -52,10 +49,3 @@ def test_closing_ends_the_thread_before_the_items_do() -> None:
     with closing(computed_ahead(items(), ahead=2, name="endless")) as computed:
         next(computed)
     assert not any(thread.name.startswith("endless") for thread in threading.enumerate())
-
-
-def test_on_a_cpu_nothing_is_copied() -> None:
-    array = np.arange(3)
-    assert to_device(array, torch.device("cpu")).data_ptr() == array.ctypes.data
-    tensor = torch.arange(3)
-    assert HostCopy([tensor]).wait()[0] is tensor

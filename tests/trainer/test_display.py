@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,14 +24,6 @@ SMALL = (
     "synthetic --num-images 3000 --encoder.name none --batch-size 16 --num-negatives 64 --window-size 96 "
     "--window-stride 24 --dim 8 --log-every 50 --no-evaluate --checkpoint-every 0"
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def drawn(shown: Counting) -> list[str]:
@@ -54,20 +47,27 @@ def test_without_a_terminal_the_log_has_a_line(
     assert fields["doing"].startswith("kNN evaluation, 0:00:0")
 
 
+def interrupted_at(shown: str, terminal: Terminal) -> int:
+    """The exit status of a command after Ctrl-C, pressed once it has shown that."""
+    pressed = list[bool]()
+
+    def on_screen(text: str) -> None:
+        if not pressed and re.search(shown, text):
+            pressed.append(True)
+            terminal.interrupt()
+
+    status = terminal.run(on_screen)
+    assert pressed
+    return status
+
+
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Terminal, Path, int]:
     """A run in a terminal that Ctrl-C stops once it has shown a loss."""
     output = tmp_path_factory.mktemp("terminal") / "run"
     command = [sys.executable, "-m", "trainer", *SMALL.split(), "--steps", "1000000", "--output", str(output)]
     terminal = Terminal([*command, "--num-shards", "5"])  # whose start takes several redraws
-    pressed: list[bool] = []
-
-    def on_screen(text: str) -> None:
-        if not pressed and re.search(r"loss \d\.\d\d \(chance 4\.16\)", text):
-            pressed.append(True)
-            terminal.interrupt()
-
-    return terminal, output, terminal.run(on_screen)
+    return terminal, output, interrupted_at(r"loss \d\.\d\d \(chance 4\.16\)", terminal)
 
 
 @pytest.mark.guard
@@ -109,15 +109,7 @@ def test_commands_can_be_interrupted_while_it_loads_libraries(command: list[str]
     slow.mkdir()  # some load them so fast that they end before the key is pressed
     (slow / f"{'grpc' if is_server else 'torch'}.py").write_text("print('imported')\nimport time\ntime.sleep(60)\n")
     terminal = Terminal([sys.executable, "-m", *command], cwd=tmp_path, environment={"PYTHONPATH": str(slow)})
-    pressed = list[bool]()
-
-    def on_screen(text: str) -> None:
-        if not pressed and ("imported" if is_server else "loading libraries") in text:
-            pressed.append(True)
-            terminal.interrupt()
-
-    assert terminal.run(on_screen) == 130
-    assert pressed
+    assert interrupted_at("imported" if is_server else "loading libraries", terminal) == 130
     assert "interrupted" in terminal.left
     assert "loading libraries" not in terminal.left
     assert "Traceback" not in terminal.seen
@@ -130,20 +122,14 @@ def test_ctrl_c_of_a_command_that_names_its_stage(tmp_path: Path) -> None:
     for number in range(1, 100):
         (tmp_path / f"pictures/{number}.png").hardlink_to(tmp_path / "pictures/0.png")
     command = [sys.executable, "-m", "trainer.data", "inspect", "pictures"]
-    terminal, pressed = Terminal(command, cwd=tmp_path), list[bool]()
-
-    def on_screen(text: str) -> None:
-        if not pressed and "looking into the images, " in text:
-            pressed.append(True)
-            terminal.interrupt()
-
-    assert terminal.run(on_screen) == 130
+    terminal = Terminal(command, cwd=tmp_path)
+    assert interrupted_at("looking into the images, ", terminal) == 130
     assert terminal.left.strip() == "pic inspect: interrupted: repeat the command to continue"
 
 
 def test_what_is_counted_shows_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     counted = Counting("held-out images", 12_000)
     assert "seconds_left" not in counted.fields()
     clock.now += 90

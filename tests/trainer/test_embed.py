@@ -26,8 +26,6 @@ from trainer.evaluate.features import encode
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
 from trainer.pic import main as pic_main
 from weightserver.common.installing import install_advice
-from weightserver.core.arrays import Int64Array
-from weightserver.torch.windows import RowOrder
 
 CONFIG = EncoderConfig(
     in_channels=3, image_size=28, width=8, stem_stride=2, blocks=(1,), pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std
@@ -143,19 +141,6 @@ def test_names_and_labels_that_are_not_utf_8_are_escaped(tmp_path: Path, capsys:
     assert sum(path.startswith(f"{tree}/caf\\udce9/") for path in paths) == 22
 
 
-def test_parquet(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    tree = plain_tree(tmp_path / "tree", 130)
-    run = run_with(CONFIG, tmp_path / "run", tree)
-    for suffix in (".parquet", ".npz"):
-        assert embed(run, tree, "--output", tmp_path / f"features{suffix}") == 0
-    table, file = parquet.read_table(tmp_path / "features.parquet"), loaded(tmp_path / "features.npz")
-    assert table.column_names == ["path", "vector"]
-    assert str(table.schema.field("vector").type) == "fixed_size_list<element: float>[8]"
-    assert table["path"].to_pylist() == file["path"].tolist()
-    np.testing.assert_array_equal(np.stack(table["vector"].to_numpy()), file["vector"])
-
-
 def test_parts_are_files_of_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of images with splits in their order; of a pack each part has the images of neighbouring rows."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
@@ -167,6 +152,7 @@ def test_parts_are_files_of_one_folder(tmp_path: Path, capsys: pytest.CaptureFix
     for source in ("tree", "packed"):
         assert embed(run, tmp_path / source, "--output", tmp_path / f"{source}.parquet") == 0
         whole, folder = parquet.read_table(tmp_path / f"{source}.parquet"), tmp_path / f"{source} parts"
+        assert str(whole.schema.field("vector").type) == "fixed_size_list<element: float>[8]"
         for part in (2, 0, 1):
             assert embed(run, tmp_path / source, "--output", folder, "--part", f"{part}/3") == 0
         files = sorted(folder.iterdir())
@@ -183,6 +169,8 @@ def test_parts_are_files_of_one_folder(tmp_path: Path, capsys: pytest.CaptureFix
         read = parquet.read_table(folder)
         assert read.column_names == whole.column_names == ["path", "split", "vector"]
         if source == "tree":
+            assert embed(run, tree, "--output", tmp_path / "same.npz") == 0
+            np.testing.assert_array_equal(np.stack(whole["vector"].to_numpy()), loaded(tmp_path / "same.npz")["vector"])
             assert read["path"].to_pylist() == whole["path"].to_pylist()
             assert parquet.read_table(files[2])["split"].to_pylist() == ["train"] * 4 + ["test"] * 5
         read, whole = read.sort_by("path"), whole.sort_by("path")
@@ -197,29 +185,22 @@ def test_parts_are_files_of_one_folder(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_part_of_a_pack_reads_the_records_of_its_own_images_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So that the parts together read the index once, and compute each image's row a few times, however many."""
+    """So that the parts together read the index once."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    tree, walk, computed = plain_tree(tmp_path / "tree", 40), RowOrder._walk, list[int]()
+    tree = plain_tree(tmp_path / "tree", 40)
     run = run_with(CONFIG, tmp_path / "run", tree)
     pack(tree, tmp_path / "packed", PackOptions())
 
-    def counted(self: RowOrder, values: Int64Array, seeds: list[int], *, swapped: bool) -> Int64Array:
-        computed.append(len(values))
-        return walk(self, values, seeds, swapped=swapped)
-
-    monkeypatch.setattr(RowOrder, "_walk", counted)
     own, path = range(10, 15), tmp_path / "packed/index-000000000000.bin"
     index = np.fromfile(path, np.uint8).reshape(40, INDEX.itemsize)
     for damaged, status in ((np.delete(np.arange(40), own), 0), ([own[2]], 1)):
         content = index.copy()
         content[damaged] = 0xFF
         path.write_bytes(content.tobytes())
-        computed.clear()
         output = tmp_path / f"status {status}"
         assert embed(run, tmp_path / "packed", "--output", output, "--part", "2/8") == status
-        assert sum(computed) <= 5 * len(own), computed
     assert f"the index of {tmp_path / 'packed'} is damaged, in the records from row 1" in capsys.readouterr().err
 
 

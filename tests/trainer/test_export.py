@@ -20,7 +20,6 @@ from trainer.export.__main__ import main
 from trainer.loop import train
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.certificates import write_certificates
-from weightserver.torch import VisitSchedule
 from weightserver.torch.windows import RowOrder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,41 +29,6 @@ def export(*arguments: object) -> int | str | None:
     with pytest.raises(SystemExit) as stopped:
         main(["rows", *map(str, arguments)])
     return stopped.value.code
-
-
-@pytest.mark.slow
-def test_rows_are_exported_with_their_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, steps = tmp_path / "run", EVERY + 2
-    train(small_run(run, steps=steps, order_seed=11, encoder=ONLY_ROWS))
-    assert export(run, "--output", tmp_path / "out", "--format", "npz") == 0
-    assert capsys.readouterr().out.endswith(f"wrote 1 files to {tmp_path / 'out'}\n")
-    (path,) = (tmp_path / "out").iterdir()
-    file = np.load(path)
-    assert np.array_equal(file["row"], np.arange(NUM_IMAGES))
-    assert np.array_equal(file["image"], RowOrder(NUM_IMAGES, 11).images(file["row"]))
-    assert np.array_equal(np.sort(file["image"]), np.arange(NUM_IMAGES))
-    # a row that was visited has moved by a gradient, and its image is the one that was seen then
-    visited = VisitSchedule(num_rows=NUM_IMAGES, window_size=96, window_stride=24, seed=0).visits(0, 16 * steps)
-    seen = RowOrder(NUM_IMAGES, 11).images(visited)
-    of_image = file["weight"][np.argsort(file["image"])]
-    with LocalCluster(2, run / "servers") as cluster, WeightClient(cluster.addresses) as client:
-        for image, row in zip(seen[:50], visited[:50], strict=True):
-            assert np.array_equal(of_image[image], client.fetch([row], step=steps)[0])
-        client.extend_table(NUM_IMAGES + 100)  # rows without images change nothing
-        servers = ["--servers", ",".join(cluster.addresses)]
-        assert export(run, "--output", tmp_path / "no", "--rows", "7:301", *servers) == 1
-        assert "rows 7:301 have no images" in capsys.readouterr().err
-        assert export(run, "--output", tmp_path / "larger", "--format", "npz", *servers) == 0
-        assert np.array_equal(np.load(next((tmp_path / "larger").iterdir()))["image"], file["image"])
-        name = f"step-{EVERY:012d}"
-        assert export(run, "--output", tmp_path / "kept", "--checkpoint", name, "--rows", "7:19", *servers) == 0
-        (path,) = (tmp_path / "kept").iterdir()
-        with safe_open(path, "np") as kept:
-            assert np.array_equal(kept.get_tensor("image"), RowOrder(NUM_IMAGES, 11).images(np.arange(7, 19)))
-            rows = client.fetch(np.arange(7, 19), step=EVERY, checkpoint=name)
-            assert np.array_equal(kept.get_tensor("weight"), rows)
-        assert export(run, "--output", tmp_path / "no") == 1
-        assert "is served by another process" in capsys.readouterr().err
 
 
 def test_rows_are_exported_over_tls_with_the_options_of_the_run_or_others(tmp_path: Path) -> None:
@@ -136,6 +100,7 @@ def test_exported_rows_name_their_images_files(kind: str, tmp_path: Path, capsys
         found = list(csv.DictReader(text))
     assert [int(line["row"]) for line in found] == file["row"].tolist()
     assert [int(line["image"]) for line in found] == file["image"].tolist()
+    assert np.array_equal(file["image"], RowOrder(40, 11).images(file["row"]))
     paths = sorted(tree.rglob("*.jpg"))  # in the order of the images' ids
     assert [line["path"] for line in found] == [str(paths[image]) for image in file["image"]]
     if kind == "folder":
@@ -143,6 +108,29 @@ def test_exported_rows_name_their_images_files(kind: str, tmp_path: Path, capsys
         assert export(run, "--output", tmp_path / "later") == 0
         assert "without images.csv, as the images' paths are unknown" in capsys.readouterr().out
         assert not (tmp_path / "later/images.csv").exists()
+
+
+@pytest.mark.guard
+def test_rows_of_a_checkpoint_are_exported_beside_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With their images; rows that have none yet change nothing."""
+    run, name = tmp_path / "run", f"step-{EVERY:012d}"
+    train(small_run(run, steps=EVERY + 2, order_seed=11, encoder=ONLY_ROWS))
+    with LocalCluster(2, run / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        client.extend_table(NUM_IMAGES + 100)
+        servers = ["--servers", ",".join(cluster.addresses)]
+        assert export(run, "--output", tmp_path / "no", "--rows", "7:301", *servers) == 1
+        assert "rows 7:301 have no images" in capsys.readouterr().err
+        assert export(run, "--output", tmp_path / "all", *servers) == 0
+        assert export(run, "--output", tmp_path / "kept", "--checkpoint", name, "--rows", "7:19", *servers) == 0
+        for output, rows, state in (
+            ("all", np.arange(NUM_IMAGES), {"step": EVERY + 2}),
+            ("kept", np.arange(7, 19), {"step": EVERY, "checkpoint": name}),
+        ):
+            with safe_open(next((tmp_path / output).iterdir()), "np") as file:
+                assert np.array_equal(file.get_tensor("image"), RowOrder(NUM_IMAGES, 11).images(rows))
+                assert np.array_equal(file.get_tensor("weight"), client.fetch(rows, **state))
+        assert export(run, "--output", tmp_path / "no") == 1
+        assert "is served by another process" in capsys.readouterr().err
 
 
 def test_the_documented_lines_find_images_that_are_nearly_the_same(

@@ -27,16 +27,15 @@ pytestmark = [
 RankRecords = list[dict[str, Any]]
 
 
-def run_ranks(num_ranks: int, out: Path, servers: str, images: Path, scenarios: list[str]) -> RankRecords:
-    """The records of each rank for the scenarios."""
+def run_ranks(num_ranks: int, out: Path, servers: str) -> RankRecords:
+    """The records of each rank for all scenarios, of images in `out`."""
     pretended_gpu.compile_library()
-    with reserved_ports(4 * len(scenarios)) as ports:
-        return _run_ranks(
-            num_ranks, out, [str(out), servers, str(images), ",".join(map(str, ports)), ";".join(scenarios)]
-        )
+    with reserved_ports(4 * len(SCENARIOS)) as ports:
+        return _run_ranks(num_ranks, out, servers, ",".join(map(str, ports)))
 
 
-def _run_ranks(num_ranks: int, out: Path, arguments: list[str]) -> RankRecords:
+def _run_ranks(num_ranks: int, out: Path, servers: str, ports: str) -> RankRecords:
+    arguments = [str(out), servers, str(out), ports, ";".join(SCENARIOS)]
     common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
     processes = [
         subprocess.Popen(
@@ -65,56 +64,30 @@ def test_gpus_train_like_the_cpu(num_gpus: int, cluster: LocalCluster, tmp_path:
     (tmp_path / "idx").mkdir()
     write_bars(tmp_path / "idx", num_train=NUM_IMAGES, num_test=10)
     plain_tree(tmp_path / "folder", NUM_IMAGES)
-    recorded = run_ranks(num_gpus, tmp_path, ",".join(cluster.addresses), tmp_path, list(SCENARIOS))
-    assert_losses_are_those_of_the_cpu(recorded)
-    assert_a_steady_step_never_waits_for_the_gpu(recorded)
-    assert_shapes_are_the_same_in_each_step(recorded)
-    assert_each_rank_uses_its_own_gpu_alone(recorded)
-    assert all(record["num_seeds"] == NUM_STEPS for records in recorded for record in records.values()), "one a step"
-    if num_gpus == 1:
-        assert_rows_leave_while_it_trains(recorded)
-
-
-def assert_losses_are_those_of_the_cpu(recorded: RankRecords) -> None:
-    """Bit for bit on one GPU; two GPUs pad their rows, which changes the order of sums."""
+    recorded = run_ranks(num_gpus, tmp_path, ",".join(cluster.addresses))
     for scenario, settings in SCENARIOS.items():
         losses = recorded[0][scenario]
         assert len(losses["cuda"]) == NUM_STEPS // LOG_EVERY
+        # bit for bit on one GPU; two GPUs pad their rows, which changes the order of sums
         rounding = 1e-3 if settings.get("precision") == "bfloat16" else 1e-6
         tolerance = 0.0 if len(recorded) == 1 else rounding
         np.testing.assert_allclose(losses["cuda"], losses["cpu"], rtol=tolerance, err_msg=scenario)
+        for rank, record in enumerate(records[scenario] for records in recorded):
+            waits = {step: record["waits"][step] for step in steady(scenario)}
+            assert not any(waits.values()), (scenario, waits)  # of all row stores only their threads wait for servers
+            assert record["shapes"][2] == record["shapes"][3] == record["shapes"][NUM_STEPS - 1], scenario
+            assert record["memory_asked"] == record["used"] == [rank], "each rank uses its own GPU alone"
+            assert record["num_seeds"] == NUM_STEPS, "one a step"
+    if num_gpus == 1:
+        for scenario in ("in memory, resident", "decoded, resident"):
+            copies = recorded[0][scenario]["copies"]
+            assert any("GPU to host" in what and "resident.py" in what for what in copies), copies
 
 
 def steady(scenario: str) -> list[int]:
     """Steps without a record or a checkpoint, after the first two."""
     every = (LOG_EVERY, SCENARIOS[scenario].get("checkpoint_every", LOG_EVERY))
     return [step for step in range(2, NUM_STEPS) if all(step % number for number in every)]
-
-
-def assert_a_steady_step_never_waits_for_the_gpu(recorded: RankRecords) -> None:
-    """With all row stores: only their threads wait for the servers."""
-    for scenario in SCENARIOS:
-        for record in (rank[scenario] for rank in recorded):
-            for step in steady(scenario):
-                waits = record["waits"][step]
-                assert not waits, (scenario, step, waits)
-
-
-def assert_rows_leave_while_it_trains(recorded: RankRecords) -> None:
-    for scenario in ("in memory, resident", "decoded, resident"):
-        copies = recorded[0][scenario]["copies"]
-        assert any("GPU to host" in what and "resident.py" in what for what in copies), copies
-
-
-def assert_shapes_are_the_same_in_each_step(recorded: RankRecords) -> None:
-    for scenario in SCENARIOS:
-        for record in (rank[scenario] for rank in recorded):
-            assert record["shapes"][2] == record["shapes"][3] == record["shapes"][NUM_STEPS - 1], scenario
-
-
-def assert_each_rank_uses_its_own_gpu_alone(recorded: RankRecords) -> None:
-    for rank, records in enumerate(recorded):
-        assert all(record["memory_asked"] == record["used"] == [rank] for record in records.values())
 
 
 CHECKS = {

@@ -10,27 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import trainer.monitors
 from tests.helpers.small_run import small_run
 from trainer.loop import train
 from trainer.loss import LossConfig
-from trainer.monitors import Monitors, Update, gradient_norm, is_own_class_first, mean_cosine
+from trainer.monitors import Monitors, Update, gradient_norm, is_own_class_first
 from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = {"instance_top1", "rankme", "feature_std", "mean_cosine", "gradient_norm", "row_norm"}
-
-
-def unit(*rows: tuple[float, ...]) -> Tensor:
-    return F.normalize(torch.tensor(rows, dtype=torch.float64))
-
-
-def test_mean_cosine_by_hand() -> None:
-    assert mean_cosine(unit((1, 0), (5, 0), (0, 2))) == pytest.approx(1 / 3)  # 1, 0 and 0
-    assert math.isnan(mean_cosine(unit((1, 0))))
 
 
 def test_an_image_is_recognised_if_its_own_class_is_above_all_others() -> None:

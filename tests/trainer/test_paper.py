@@ -142,11 +142,6 @@ def test_numbers_of_negatives_of_table_2(exponent: int) -> None:
     assert np.isin(seen, active.rows).all(), "no other row is more recent"
 
 
-@pytest.mark.parametrize("correction", ["exact", "paper", "none"])
-def test_corrections_of_table_2(correction: str) -> None:
-    assert imagenet("--correction", correction).rows.correction == correction
-
-
 def test_resident_rows_depend_on_k_and_the_window_not_on_n() -> None:
     """ "The GPU memory consumption is thus determined by the number of sampled negatives K"."""
     config = imagenet()
@@ -158,18 +153,11 @@ def test_resident_rows_depend_on_k_and_the_window_not_on_n() -> None:
 # ---- Section 4, Tables 1, 4 and 5
 
 
-def test_components_of_table_1() -> None:
-    assert imagenet("--softmax", "plain").loss.softmax == "plain"
-    assert imagenet("--head-layers", "1").model.head_layers == 1
-    assert not imagenet("--augmentation.no-strong").views.augmentation.strong
-
-
 @pytest.mark.parametrize("epochs", [50, 100, 200, 400, 1600])
 def test_an_epoch_is_as_many_iterations_as_in_epoch_order(epochs: int) -> None:
     """Table 4, and the footnote of Section 4.1."""
     sliding = imagenet("--epochs", str(epochs))
     in_epochs = imagenet("--epochs", str(epochs), "--window-size", str(NUM_IMAGES), "--window-stride", str(NUM_IMAGES))
-    schedule_of(in_epochs)
     assert (
         sliding.optimization.num_steps(NUM_IMAGES)
         == in_epochs.optimization.num_steps(NUM_IMAGES)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.helpers.sizes import resident_rows
 from trainer.arguments import parse_config
-from trainer.config import TrainConfig
 from trainer.presets import PRESETS
 from trainer.run.run_images import RunImages
 from weightserver.common.logs import LogFormat, log_events
@@ -71,9 +70,7 @@ def test_the_warm_up_is_five_epochs_at_any_length(length: list[str]) -> None:
     ],
 )
 def test_the_warm_up_that_is_given_takes_the_place_of_the_presets(arguments: list[str], peak: int) -> None:
-    config = parse_config(arguments)
-    config.check()
-    assert int(rates(config).argmax()) == peak
+    assert int(rates_of(arguments).argmax()) == peak
 
 
 @pytest.mark.parametrize(
@@ -86,27 +83,12 @@ def test_the_warm_up_that_is_given_takes_the_place_of_the_presets(arguments: lis
 )
 def test_check_rejects_impossible_warm_ups(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        checked_warmup_steps(arguments)
-
-
-def checked_warmup_steps(arguments: list[str]) -> int:
-    config = parse_config(arguments)
-    config.check()
-    return config.optimization.warmup_steps(NUM_IMAGES, 1_000)
-
-
-def test_a_run_may_end_within_its_warm_up() -> None:
-    """For example a trial of a few steps; it warns (tests/trainer/test_train.py)."""
-    rates = rates_of(["imagenet-1k", "--steps", "1000"])
-    assert len(rates) == 1_000
-    assert np.array_equal(rates, rates_of(["imagenet-1k"])[:1_000])
+        rates_of(arguments)
 
 
 def rates_of(arguments: list[str]) -> np.ndarray:
-    return rates(parse_config(arguments))
-
-
-def rates(config: TrainConfig) -> np.ndarray:
+    config = parse_config(arguments)
+    config.check()
     return RunImages(NUM_IMAGES, NUM_IMAGES).learning_rates(config.optimization)
 
 

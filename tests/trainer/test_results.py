@@ -25,10 +25,9 @@ from trainer.command_line import pic
 from trainer.config import TrainConfig
 from trainer.config_file import to_toml
 from trainer.coverage import coverage_warnings
-from trainer.data import Dataset, decoded_images, load_dataset
+from trainer.data import Dataset, load_dataset
 from trainer.data.augment import AugmentationConfig
-from trainer.data.decode import decode
-from trainer.evaluate.features import encoder_features, pixel_features
+from trainer.evaluate.features import encoder_features
 from trainer.evaluate.protocol import with_held_out
 from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
@@ -85,7 +84,7 @@ def test_the_summary_adds_up_over_all_parts(ended: Path, tmp_path: Path) -> None
 
 @pytest.mark.guard
 def test_a_run_that_has_ended_stays_as_it_is(ended: Path, tmp_path: Path) -> None:
-    """It keeps its last checkpoint, so that nothing is trained again."""
+    """It keeps its last checkpoint, so that nothing is trained again; if killed in its evaluation, evaluated."""
     output = shutil.copytree(ended, tmp_path / "run")
     assert saved_steps(output / "checkpoints")[-1] == NUM_STEPS
     files = ("summary.json", "encoder.safetensors", "metrics.jsonl")
@@ -94,22 +93,14 @@ def test_a_run_that_has_ended_stays_as_it_is(ended: Path, tmp_path: Path) -> Non
     assert result.summary == summary_of(ended)
     assert [(output / name).read_bytes() for name in files] == before
     assert not list((output / "checkpoints").glob("set-aside-*"))
-
-
-@pytest.mark.guard
-def test_a_run_that_was_killed_in_its_evaluation_is_only_evaluated(ended: Path, tmp_path: Path) -> None:
-    output = shutil.copytree(ended, tmp_path / "run")
     (output / "summary.json").unlink()
     (output / "encoder.safetensors").unlink()
     train(remote(output, resume=True), on_step=power_loss_at(NUM_STEPS - 1))
     assert (output / "encoder.safetensors").exists()
     same = ("steps", "loss", "fetched_rows", "pushed_rows")
     assert {name: summary_of(output)[name] for name in same} == {name: summary_of(ended)[name] for name in same}
-    assert summary_of(output)["train_seconds"] > json.loads(totals(ended))["train_seconds"]
-
-
-def totals(output: Path) -> str:
-    return read_metadata(file_path(output / "checkpoints", NUM_STEPS))["totals"]
+    totals = json.loads(read_metadata(file_path(ended / "checkpoints", NUM_STEPS))["totals"])
+    assert summary_of(output)["train_seconds"] > totals["train_seconds"]
 
 
 def rates(num_steps: int) -> np.ndarray:
@@ -221,31 +212,6 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
             evaluate=True,
         )
     )
-
-
-@pytest.mark.parametrize("tested", [True, False])
-def test_references_decode_a_bounded_number_of_images(
-    tested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are tested on the images that the trained encoder is tested on."""
-    plain_tree(tmp_path / "train", 120)
-    if tested:
-        plain_tree(tmp_path / "test", 12)
-    loaded = load_dataset("folder", tmp_path if tested else tmp_path / "train", image_size=8)
-    dataset = trainer.results._tested(loaded)
-    decoded = list[bytes]()
-
-    def counted(content: bytes, *rest: Any) -> Any:
-        decoded.append(content)
-        return decode(content, *rest)
-
-    monkeypatch.setattr(decoded_images, "decode", counted)
-    some = pixel_features(trainer.results._part(dataset, 50))
-    assert (len(decoded), len(some.train), len(some.test)) == (62, 50, 12)
-    whole = pixel_features(dataset)
-    assert torch.equal(some.test, whole.test)
-    assert all((row == whole.train).all(dim=1).any() for row in some.train)
-    assert len(trainer.results._part(dataset, 120).train_images) == len(whole.train)
 
 
 def test_references_are_bounded_by_images_and_by_pixels() -> None:

@@ -299,7 +299,12 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
 
 BAD_RESUMES = {
     "nothing there": ({}, False, r"holds no run to resume: omit --resume"),
-    "other settings": ({"temperature": 0.3, "resume": "auto"}, True, r"whose --temperature is 0\.2, not 0\.3: give the same settings"),
+    "a step of nothing": ({"resume": "auto", "resume_step": 0}, False, "holds no run to resume: omit --resume-step"),
+    "other settings": (
+        {"temperature": 0.3, "resume": "auto"},
+        True,
+        r"whose --temperature is 0\.2, not 0\.3: give the same settings",
+    ),
     "another optimizer": ({"optimizer": "lamb"}, True, r"whose --optimizer is sgd, not lamb: give the same settings"),
     "fewer epochs": ({"steps": None, "epochs": 2.0}, True, r"40 updates, not 38: .* not shorter: give --steps 40"),
     "other shards": ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
@@ -334,6 +339,10 @@ def test_resume_auto_overwrites_nothing(tmp_path: Path, undisturbed: Path) -> No
     output = shutil.copytree(undisturbed, tmp_path / "damaged")
     (output / "config.json").write_text("")
     with pytest.raises(ValueError, match=r"config\.json is not a run's config\.json: restore it, or give the --output"):
+        train(small_run(output, resume="auto"))
+    output = shutil.copytree(undisturbed, tmp_path / "lost")
+    shutil.rmtree(output / "checkpoints")
+    with pytest.raises(ValueError, match=r"no checkpoint to resume from: .*checkpoints has no file"):
         train(small_run(output, resume="auto"))
     output = tmp_path / "unclaimed"
     shutil.copytree(undisturbed / "servers", output / "servers")
@@ -487,18 +496,6 @@ def test_rows_of_a_file_that_cannot_be_read_for_a_moment_are_kept(
         assert [kept.name for kept in client.checkpoints()] == list(map(checkpoint_name, files))
         train(run.with_settings(resume=True, steps=NUM_STEPS + 1))
         assert len(client.checkpoints()) == len(saved_steps(tmp_path / "run/checkpoints")) == 1
-
-
-@pytest.mark.guard
-def test_a_run_without_a_checkpoint_resumes_from_its_start(tmp_path: Path) -> None:
-    train(small_run(tmp_path / "run", steps=3, checkpoint_every=0))
-    first = tmp_path / "run" / "checkpoints" / "step-000000000000.safetensors"
-    before = losses(tmp_path / "run"), first.read_bytes()
-    train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
-    assert (losses(tmp_path / "run"), first.read_bytes()) == before, "the checkpoint is not taken again"
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(ValueError, match=r"no checkpoint to resume from: .*checkpoints has no file"):
-        train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
 
 
 @pytest.mark.guard

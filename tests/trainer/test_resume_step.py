@@ -129,12 +129,6 @@ def test_a_retaken_checkpoint_does_not_match_the_file(ended: Path, tmp_path: Pat
             step_to_resume(output / "checkpoints", client, 2 * EVERY)
 
 
-def test_a_resume_step_needs_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no run to resume: omit --resume-step"):
-        train(run(tmp_path / "run", resume="auto", resume_step=0))
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("lacking", [[2 * EVERY, 3 * EVERY], [3 * EVERY]], ids=["two", "one"])
 @pytest.mark.guard
 def test_servers_with_an_older_directory_discard_nothing_unasked(

@@ -6,13 +6,15 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import pytest
 
 from tests.helpers.small_run import NUM_STEPS, ONLY_ROWS, losses, small_run
+from tests.helpers.watching import wait_until
 from trainer.loop import train
 from weightserver import LocalCluster, WeightClient
 from weightserver.common.version import FORMAT
@@ -76,34 +78,20 @@ class Updated(LocalCluster):
         return program(self.tree, "-m", "weightserver")
 
 
-class Writer:
-    """A client of a tree's version that writes until it is left."""
+@contextmanager
+def writer(tree: Path, addresses: list[str], log: Path) -> Iterator[None]:
+    """A client of a tree's version that writes, and logs it, until it is left."""
+    command = program(tree, "-c", WRITER, ",".join(addresses))
+    with log.open("a") as output, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output) as process:
+        wait_for_writes(log)
+        yield
+        process.communicate(timeout=60)
+    assert process.returncode == 0
 
-    def __init__(self, tree: Path, addresses: list[str]) -> None:
-        self._process = subprocess.Popen(
-            program(tree, "-c", WRITER, ",".join(addresses)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.acknowledged = 0
 
-    def writes(self) -> None:
-        """Waits for some more writes."""
-        assert self._process.stdout is not None
-        for _ in range(5):
-            line = self._process.stdout.readline()
-            assert line, "the writer ended"
-            self.acknowledged = int(line)
-
-    def __enter__(self) -> Self:
-        self.writes()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *ignored: object) -> None:
-        if kind is not None:
-            self._process.kill()
-        rest, _ = self._process.communicate(timeout=60)
-        if kind is None:
-            assert self._process.returncode == 0
-            self.acknowledged = int(rest.split()[-1]) if rest else self.acknowledged
+def wait_for_writes(log: Path) -> None:
+    before = log.read_text().count("\n")
+    wait_until(lambda: log.read_text().count("\n") >= before + 5)
 
 
 def retries() -> float:
@@ -118,18 +106,19 @@ def retries() -> float:
 @pytest.mark.guard
 def test_shards_and_clients_of_two_versions_lose_nothing(tmp_path: Path, before: Path) -> None:
     """Shards roll over under a client of the version before, which is replaced last, and back under one of this."""
-    Updated.tree = before
+    Updated.tree, log = before, tmp_path / "acknowledged"
     with Updated(2, tmp_path) as cluster:
         for clients, shards in ((before, ROOT), (ROOT, before)):
-            with Writer(clients, cluster.addresses) as writer:
+            with writer(clients, cluster.addresses, log):
                 Updated.tree = shards
                 for shard in range(2):
                     cluster.restart(shard)
-                    writer.writes()
+                    wait_for_writes(log)
         with WeightClient(cluster.addresses) as client:
             state = client.fetch_state(np.arange(64))
-    assert set(state.last_step) == {writer.acknowledged}
-    assert (state.weight == -writer.acknowledged).all()
+    acknowledged = int(log.read_text().split()[-1])
+    assert set(state.last_step) == {acknowledged}
+    assert (state.weight == -acknowledged).all()
 
 
 @pytest.mark.guard

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.small_run import EVERY, losses, small_run
+from tests.helpers.small_run import EVERY, PowerLoss, losses, power_loss_at, small_run
 from tests.integration.test_stores import (
     NUM_ROWS,
     Recorded,
@@ -21,7 +21,6 @@ from tests.integration.test_stores import (
     table,
 )
 from trainer.loop import train
-from trainer.run.checkpoint import Checkpoints
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableMismatchError
 from weightserver.operations.inspect import inspect_directory
@@ -70,22 +69,12 @@ def test_delays_change_no_bit_of_rows_in_bfloat16(cluster: LocalCluster) -> None
 
 @pytest.mark.guard
 @pytest.mark.parametrize("rows", ["resident", "remote"])
-def test_a_run_with_rows_in_bfloat16_resumes_exactly(
-    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_rows_in_bfloat16_resumes_exactly(rows: str, tmp_path: Path) -> None:
     settings = {"rows": rows, "row_precision": "bfloat16"}
     train(small_run(tmp_path / "undisturbed", **settings))
-    save, output = Checkpoints.save, tmp_path / "run"
-
-    def fail(self: Checkpoints, step: int, *arguments: object) -> None:
-        if step > 2 * EVERY:
-            raise OSError("the power went out")
-        save(self, step, *arguments)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Checkpoints, "save", fail)
-        with pytest.raises(OSError, match="power"):
-            train(small_run(output, **settings))
+    output = tmp_path / "run"
+    with pytest.raises(PowerLoss):
+        train(small_run(output, **settings), on_step=power_loss_at(3 * EVERY - 1))
     with pytest.raises(ValueError, match="whose --row-precision is bfloat16, not float32: give the same"):
         train(small_run(output, rows=rows, resume=True))
     train(small_run(output, **settings, resume=True))

@@ -1,4 +1,4 @@
-"""Generated images: a pure function of seed and id, compared with a plain reference and golden bytes."""
+"""Generated images: a pure function of seed and id, compared with a plain reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import xxhash
 from torch import Tensor
 
 from trainer.data import SyntheticImages, load_dataset
@@ -25,32 +24,17 @@ def images_of(ids: list[int], **changes: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("image_size", "seed", "first_pixels", "checksum"),
-    [
-        (32, 0, [159, 160, 166, 162], "9a5d872ed373400d"),
-        (32, 1, [187, 188, 197, 164], "0782819419743ef8"),
-        (28, 0, [159, 160, 166, 162], "3959b49ba7200c33"),
-        (5, 0, [159, 175, 214, 47], "3f7daf3780efdf55"),
-        (64, 2**64 - 1, [146, 148, 98, 92], "414a64b21b053e48"),
-    ],
+    ("image_id", "side", "seed"),
+    [(123_456_789, 8, 7), (0, 28, 0), (BILLION - 1, 5, 2**64 - 1), (62, 32, 1)],
 )
-def test_golden_bytes(image_size: int, seed: int, first_pixels: list[int], checksum: str) -> None:
+def test_an_image_is_a_coarse_pattern_and_noise(image_id: int, side: int, seed: int) -> None:
     """All measurements on generated images use the same images."""
-    images = images_of([0, 1, 62, BILLION - 1], image_size=image_size, seed=seed)
-    assert images.shape == (4, 3, image_size, image_size)
-    assert images.dtype == torch.uint8
-    assert images[0, 0, 0, :4].tolist() == first_pixels
-    assert xxhash.xxh3_64_hexdigest(images.numpy().tobytes()) == checksum
-
-
-@pytest.mark.parametrize("side", [8, 12])
-def test_an_image_is_a_coarse_pattern_and_noise(side: int) -> None:
-    image_id, seed = 123_456_789, 7
     num_patches = 3 * 8 * 8
     num_words = -(-(num_patches + 3 * side * side) // 8)
     words = splitmix64(seed, np.arange(image_id * num_words, (image_id + 1) * num_words, dtype=np.uint64))
     random_bytes = b"".join(int(word).to_bytes(8, "little") for word in words)
     image = images_of([image_id], image_size=side, seed=seed)[0]
+    assert (image.dtype, image.shape) == (torch.uint8, (3, side, side))
     for (channel, row, column), pixel in np.ndenumerate(image.numpy()):
         patch = random_bytes[64 * channel + 8 * (row * 8 // side) + column * 8 // side]
         noise = random_bytes[num_patches + side * (side * channel + row) + column]

@@ -59,7 +59,7 @@ def scrape(metrics: TrainerMetrics) -> Iterator[Scrape]:
     close()
 
 
-def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) -> None:
+def test_records_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) -> None:
     for _ in range(10):
         metrics.step_finished()
     metrics.observe(RECORD)
@@ -80,18 +80,16 @@ def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) 
     assert values["gpu_memory_bytes"] >= 0
     for name in MONITORS:
         assert math.isnan(values[name]), "unknown is not 0"
-
-
-def test_counters_add_up_and_gauges_follow(metrics: TrainerMetrics, scrape: Scrape) -> None:
     counters = RowCounters(wait_seconds=0.5)
     metrics.follow(counters)
-    metrics.observe(RECORD)
     metrics.observe(RECORD | MONITORS | {"step": 14, "loss": 4.0, "knn_top1": 71.0})
     scrape()
     counters.wait_seconds = 0.75
-    values = scrape()
+    metrics.checkpoint_saved()
+    began, values = values["last_checkpoint_timestamp_seconds"], scrape()
     expected = {"loss": 4.0, "row_wait_seconds_total": 0.75} | MONITORS
     assert {name: values[name] for name in expected} == expected
+    assert values["last_checkpoint_timestamp_seconds"] > began
 
 
 def test_a_step_that_does_not_end_shows(metrics: TrainerMetrics, scrape: Scrape) -> None:
@@ -110,12 +108,6 @@ def test_a_step_that_does_not_end_shows(metrics: TrainerMetrics, scrape: Scrape)
     after = scrape()
     assert after["row_wait_seconds_total"] == pytest.approx(counters.wait_seconds)
     assert after["row_wait_seconds_total"] >= second["row_wait_seconds_total"]
-
-
-def test_checkpoints_are_noted(metrics: TrainerMetrics, scrape: Scrape) -> None:
-    began = scrape()["last_checkpoint_timestamp_seconds"]
-    metrics.checkpoint_saved()
-    assert scrape()["last_checkpoint_timestamp_seconds"] > began
 
 
 def test_it_serves_on_loopback_until_closed(metrics: TrainerMetrics) -> None:

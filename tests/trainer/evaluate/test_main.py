@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,40 +10,37 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers.bars import write_bars
 from tests.helpers.evaluations import evaluate
 from tests.helpers.image_tree import plain_tree
+from tests.helpers.small_run import PowerLoss
 from tests.helpers.torchrun import torchrun
 from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate.command import parse
-from trainer.evaluate.features import Frozen
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.evaluate.run import _images, _reading
 from trainer.evaluate.subjects import Subject
 from trainer.model import EncoderConfig, build_model, save_encoder
 
 CONFIG = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2)
-
-
+COLOUR = replace(CONFIG, in_channels=3, image_size=16)
 OF_RUN = {"format": 5, "order_seed": 0, "seed": 0, "dim": 8, "background": "white", "dataset": "idx"}
 """Settings in a run's config.json."""
 
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
-    """Two classes told apart by which half is bright."""
-    directory = tmp_path / "images"
-    directory.mkdir()
-    random = np.random.default_rng(0)
-    for kind, count in (("train", 400), ("t10k", 100)):
-        labels = random.integers(0, 2, count, dtype=np.uint8)
-        images = random.integers(0, 100, (count, 28, 28), dtype=np.uint8)
-        images[labels == 1, :, :14] += 100
-        for name, array in ((f"{kind}-images-idx3-ubyte", images), (f"{kind}-labels-idx1-ubyte", labels)):
-            header = bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">u4").tobytes()
-            (directory / f"{name}.gz").write_bytes(gzip.compress(header + array.tobytes()))
-    return directory
+    (tmp_path / "images").mkdir()
+    return write_bars(tmp_path / "images", num_train=400, num_test=100)
+
+
+def relabel(data_dir: Path, label: int | None) -> None:
+    """Gives the last test image this label, or another one."""
+    path = data_dir / "t10k-labels-idx1-ubyte.gz"
+    *others, last = gzip.decompress(path.read_bytes())
+    path.write_bytes(gzip.compress(bytes([*others, (last + 1) % 10 if label is None else label])))
 
 
 @pytest.fixture
@@ -78,10 +76,6 @@ def test_the_long_help_needs_no_protocol(arguments: list[str], capsys: pytest.Ca
     assert ("--pixels" if arguments[1:] else "linear-cached") in capsys.readouterr().out
 
 
-def test_every_protocol_is_tested() -> None:
-    assert {*SHORT} == {*PROTOCOLS}
-
-
 @pytest.mark.parametrize("spelled", ["tree/../tree", "linked", None])
 def test_images_are_read_as_in_the_run_however_their_folder_is_spelled(spelled: str | None, tmp_path: Path) -> None:
     plain_tree(tmp_path / "tree/bus", 6)
@@ -109,7 +103,7 @@ def test_results_on_a_pack_say_how_its_pixels_were_read(given: dict[str, str], t
     assert images["pixels"] == {"alpha": "ignore", "background": "white"} | given
 
 
-@pytest.mark.parametrize("protocol", SHORT)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_writes_and_prints_the_result(
     protocol: str, run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +113,7 @@ def test_writes_and_prints_the_result(
     written = json.loads((run_dir / "evaluation" / f"{protocol}.json").read_text())
     assert written == json.loads(output.out)
     assert written["subject"] == str(run_dir)
-    assert 0 <= written["top1"] <= written["top5"] == 100, "there are two classes"
+    assert 0 <= written["top1"] <= written["top5"] <= 100
     assert (written["ranks"], written["device"]) == (1, "cpu")
     assert f"{written['top1']:.2f}" in output.err, "the table"
     assert sorted(path.name for path in (run_dir / "evaluation").iterdir()) == [f"{protocol}.json"], "no state is left"
@@ -140,8 +134,7 @@ def test_writes_and_prints_the_result(
 def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2, in_channels=3, image_size=16)
-    save_encoder(build_model(config, seed=0).encoder, config, run_dir / "encoder.safetensors")
+    save_encoder(build_model(COLOUR, seed=0).encoder, COLOUR, run_dir / "encoder.safetensors")
     tree = plain_tree(tmp_path / "tree", 120)
     settings = OF_RUN | {"dataset": "folder", "data_dir": str(tree)}
     (run_dir / "config.json").write_text(json.dumps(settings))
@@ -155,8 +148,7 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
 
 
 def test_links_say_whose_labels_are_used(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2, in_channels=3, image_size=16)
-    save_encoder(build_model(config, seed=0).encoder, config, run_dir / "encoder.safetensors")
+    save_encoder(build_model(COLOUR, seed=0).encoder, COLOUR, run_dir / "encoder.safetensors")
     train, few = plain_tree(tmp_path / "all/train", 30), tmp_path / "few"
     for path in sorted(train.rglob("*.jpg"))[::2]:
         (few / "train" / path.parent.name).mkdir(parents=True, exist_ok=True)
@@ -174,7 +166,7 @@ def test_raw_pixels(options: list[str], data_dir: Path, tmp_path: Path, capsys: 
     place = ["--dataset", "idx", "--data-dir", str(data_dir), "--output", str(tmp_path)]
     assert evaluate([*options, "--pixels", *place]) == 0
     result = printed(capsys)
-    assert result["top1"] >= 90
+    assert result["top1"] >= 70, "chance is 10 %"
     assert ("the other 2 parts" in json.dumps(result)) == ("--folds" in options)
 
 
@@ -186,19 +178,15 @@ def test_a_result_says_that_each_of_few_images_was_held_out(tmp_path: Path, caps
     assert printed(capsys)["chosen"]["on"].endswith("by a probe that was fitted to the other 8 parts")
 
 
-class Interrupted(Exception):
-    pass
-
-
 def interrupted(patch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     """Runs the command, interrupted when its features are stored."""
 
     def stop(*_: object, **__: object) -> None:
-        raise Interrupted
+        raise PowerLoss
 
     with patch.context() as only_now:
         only_now.setattr(knn_module, "nearest", stop)
-        with pytest.raises(Interrupted):
+        with pytest.raises(PowerLoss):
             evaluate(arguments)
 
 
@@ -223,10 +211,7 @@ def test_continues_only_the_same_evaluation(
         assert states(run_dir) == [state], "the interrupted one can still be continued"
     assert evaluate([*command, "--data-dir", "/no/such/folder"]) == 2
     assert states(run_dir) == [state]
-    labels = data_dir / "t10k-labels-idx1-ubyte.gz"
-    content = bytearray(gzip.decompress(labels.read_bytes()))
-    content[-1] ^= 1
-    labels.write_bytes(gzip.compress(bytes(content)))
+    relabel(data_dir, None)
     capsys.readouterr()
     assert evaluate(command) == 0
     assert printed(capsys)["resumed"] is False, "an image has another label"
@@ -240,11 +225,11 @@ def test_one_evaluation_of_a_name_at_a_time(
     def meanwhile(*_: object, **__: object) -> None:
         assert evaluate(command) == 2
         assert "is being written by another process: wait for it to end" in capsys.readouterr().err
-        raise Interrupted
+        raise PowerLoss
 
     with monkeypatch.context() as patch:
         patch.setattr(knn_module, "nearest", meanwhile)
-        with pytest.raises(Interrupted):
+        with pytest.raises(PowerLoss):
             evaluate(command)
     assert evaluate(command) == 0
 
@@ -273,14 +258,10 @@ def test_a_broken_test_image_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
 def test_damaged_weights_and_unknown_classes_are_refused(
     run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    labels = data_dir / "t10k-labels-idx1-ubyte.gz"
-    content = bytearray(gzip.decompress(labels.read_bytes()))
-    content[-1] = 9
-    labels.write_bytes(gzip.compress(bytes(content)))
+    relabel(data_dir, 10)
     assert evaluate(["knn", "--run", str(run_dir), "--data-dir", str(data_dir)]) == 2
-    assert "1 classes of the test images, such as 9, have no training image" in capsys.readouterr().err
-    content[-1] = 0
-    labels.write_bytes(gzip.compress(bytes(content)))
+    assert "1 classes of the test images, such as 10, have no training image" in capsys.readouterr().err
+    relabel(data_dir, 0)
     encoder = build_model(CONFIG, seed=0).encoder
     next(encoder.parameters()).data[0] = float("nan")
     save_encoder(encoder, CONFIG, run_dir / "encoder.safetensors")
@@ -307,6 +288,10 @@ def test_the_documented_command_of_two_ranks(run_dir: Path, data_dir: Path) -> N
         (["lineer", "--pixels"], "unknown protocol 'lineer': did you mean linear?"),
         (["knn", "--pixels", "--k", "0"], "--k is (0,): give one or more numbers, at least 1"),
         (["linear-cached", "--pixels", "--folds", "1"], "--folds must be at least 2, got 1"),
+        (
+            ["linear-cached", "--pixels", "--dataset", "idx", "--folds", "1000"],
+            "too few for 1000 folds: each needs one",
+        ),
         (["knn", "--pixels", "--name", "a/b"], "--name 'a/b' is not a file's name"),
         (["knn", "--pixels", "--dataset", "synthetic"], "--dataset 'synthetic' is unknown or has no labels"),
         (["knn", "--pixels", "--device", "tpu"], "--device 'tpu' is unknown: give cpu, cuda or cuda:N"),
@@ -325,7 +310,7 @@ def test_bad_input_gives_one_line_and_status_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     colour = tmp_path / "colour.safetensors"
-    config = EncoderConfig(width=4, blocks=(1,), in_channels=3)
+    config = replace(COLOUR, image_size=28)
     save_encoder(build_model(config, seed=0).encoder, config, colour)
     tree = plain_tree(tmp_path / "tree", 3)
     filled = [argument.format(run=run_dir, data=data_dir, colour=colour, tree=tree) for argument in arguments]
@@ -336,12 +321,3 @@ def test_bad_input_gives_one_line_and_status_2(
     assert message in error
     assert error.startswith("trainer.evaluate: ")
     assert error.count("\n") == 1
-
-
-def test_folds_are_refused_before_features_are_computed(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Frozen, "of_images", lambda *_: pytest.fail("features were computed"))
-    arguments = ["linear-cached", "--pixels", "--dataset", "idx", "--data-dir", str(data_dir), "--folds"]
-    assert evaluate([*arguments, "1000000"]) == 2
-    assert "training images are too few for 1000000 folds: each needs one\n" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,23 +216,16 @@ def test_every_rank_has_the_subject_of_the_first(tmp_path: Path) -> None:
     torchrun("tests.trainer.evaluate.test_subjects", path)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    assert [found["name"] for found in first] == [str(path), "raw pixels"]
-    assert first[0]["config"]["image_size"] == 32
-    assert first[0]["sum"] > 0
-
-
-def described(found: Subject) -> dict[str, Any]:
-    tensors = found.encoder.state_dict().values() if found.encoder is not None else []
-    fields = {name: value for name, value in vars(found).items() if name != "encoder"}
-    config = found.config and asdict(found.config)
-    return fields | {"config": config, "sum": sum(float(tensor.double().abs().sum()) for tensor in tensors)}
+    assert all(f"name='{name}'" in first[0] for name in (path, "raw pixels"))
+    assert sum(first[1]) > 0
 
 
 def one_rank(path: Path) -> None:
     with process_group(torch.device("cpu")) as ranks:
         options = SubjectOptions(encoder=path if ranks.is_first else Path("/no/such/file"))
         found = [load_subject(options, ranks), load_subject(SubjectOptions(pixels=True), ranks)]
-        text = json.dumps([described(subject) for subject in found], default=str)
+        sums = [float(tensor.double().abs().sum()) for tensor in weights_of(found[0]).values()]
+        text = json.dumps([str([replace(subject, encoder=None) for subject in found]), sums])
         path.with_name(f"rank-{ranks.rank}.json").write_text(text)
 
 
