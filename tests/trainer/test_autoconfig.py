@@ -121,14 +121,9 @@ def test_more_images_and_better_machines_take_larger_encoders() -> None:
     assert chosen(survey(3_648), GPU).model.encoder.name == "resnet18"
     imagenet = chosen(survey(1_281_167, num_tests=50_000, num_classes=1000), GPU)
     assert (imagenet.model.encoder.name, imagenet.model.encoder.image_size) == ("resnet50", 224)
-    assert (imagenet.optimization.batch_size, imagenet.rows.num_negatives, imagenet.sampling.window_size) == (
-        512,
-        65_536,
-        131_072,
-    )  # the paper's
-    assert imagenet.sampling.window_stride == 16_384
-    assert imagenet.optimization.learning_rate == 0.06
-    assert imagenet.compute.precision == "bfloat16"
+    papers = {"batch_size": 512, "num_negatives": 65_536, "window_size": 131_072, "window_stride": 16_384}
+    papers |= {"learning_rate": 0.06, "precision": "bfloat16"}
+    assert {name: imagenet.settings()[name] for name in papers} == papers
     few = chosen(survey(3_648), TWO_CORES)
     assert (few.rows.num_negatives, few.sampling.window_size, few.sampling.window_stride) == (512, 1_024, 128)
     fewest = chosen(survey(500), TWO_CORES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -84,12 +84,9 @@ def features(run: Path, views: Tensor) -> Tensor:
 
 def names_of_the_card(directory: Path) -> dict[str, Any]:
     """Runs the card's code in its directory."""
-    here, names = Path.cwd(), dict[str, Any]()
-    os.chdir(directory)
-    try:
+    names = dict[str, Any]()
+    with contextlib.chdir(directory):
         exec(code_of_the_card(directory), names)
-    finally:
-        os.chdir(here)
     return names
 
 

@@ -27,15 +27,10 @@ pytestmark = [
 RankRecords = list[dict[str, Any]]
 
 
-def run_ranks(num_ranks: int, out: Path, servers: str) -> RankRecords:
+def run_ranks(num_ranks: int, out: Path, servers: str, ports: list[int]) -> RankRecords:
     """The records of each rank for all scenarios, of images in `out`."""
     pretended_gpu.compile_library()
-    with reserved_ports(4 * len(SCENARIOS)) as ports:
-        return _run_ranks(num_ranks, out, servers, ",".join(map(str, ports)))
-
-
-def _run_ranks(num_ranks: int, out: Path, servers: str, ports: str) -> RankRecords:
-    arguments = [str(out), servers, str(out), ports, ";".join(SCENARIOS)]
+    arguments = [str(out), servers, str(out), ",".join(map(str, ports)), ";".join(SCENARIOS)]
     common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
     processes = [
         subprocess.Popen(
@@ -64,7 +59,8 @@ def test_gpus_train_like_the_cpu(num_gpus: int, cluster: LocalCluster, tmp_path:
     (tmp_path / "idx").mkdir()
     write_bars(tmp_path / "idx", num_train=NUM_IMAGES, num_test=10)
     plain_tree(tmp_path / "folder", NUM_IMAGES)
-    recorded = run_ranks(num_gpus, tmp_path, ",".join(cluster.addresses))
+    with reserved_ports(4 * len(SCENARIOS)) as ports:
+        recorded = run_ranks(num_gpus, tmp_path, ",".join(cluster.addresses), ports)
     for scenario, settings in SCENARIOS.items():
         losses = recorded[0][scenario]
         assert len(losses["cuda"]) == NUM_STEPS // LOG_EVERY

@@ -27,6 +27,7 @@ Tensors = dict[str, Tensor]
 NAME = "torchvision:shufflenet_v2_x0_5"
 """A small model, of NUM_TENSORS without its classifier."""
 NUM_TENSORS = 336
+VIT = "timm:vit_tiny_patch16_224"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -66,6 +67,7 @@ def run_import(path: Path, *arguments: object) -> int | str | None:
 
 def imported(path: Path, *arguments: object) -> nn.Module:
     output = path.parent / "imported.safetensors"
+    output.unlink(missing_ok=True)
     assert run_import(path, "--output", output, *arguments) == 0
     return load_encoder(output)[0]
 
@@ -159,36 +161,19 @@ def test_finds_the_encoder(
     assert not printed.err
 
 
-@pytest.mark.parametrize(
-    ("content", "line", "chosen"),
-    [
-        (
-            lambda: {"model": weights(1), "ema": {"model": weights(2)}},
-            "model., ema.model.",
-            {"--prefix=model": 1, "--prefix=model.": 1, "--prefix=ema.model": 2, "--prefix=ema": 2},
-        ),
-        (lambda: weights(1) | {"ema": weights(2)}, "no prefix (--prefix=), ema.", {"--prefix=": 1, "--prefix=ema": 2}),
-        (
-            moco_2,
-            "state_dict.module.encoder_q., state_dict.module.encoder_k.",
-            {"--prefix=encoder_k": 2, "--prefix=module.encoder_k": 2},
-        ),
-    ],
-)
-def test_each_prefix_that_the_refusal_names_chooses(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: Callable[[], dict[str, Any]],
-    line: str,
-    chosen: dict[str, int],
-) -> None:
-    path = tmp_path / "ema.pt"
-    torch.save(content(), path)
-    assert run_import(path, "--model", NAME, "--output", tmp_path / "none") == 1
-    assert capsys.readouterr().err.endswith(f"holds {NAME} under {line}: choose by --prefix\n")
-    for option, seed in chosen.items():
-        assert_is(imported(path, "--model", NAME, option), weights(seed))
-        (tmp_path / "imported.safetensors").unlink()
+def test_each_prefix_that_the_refusal_names_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_moco = "state_dict.module.encoder_q., state_dict.module.encoder_k."
+    twice = {"model": weights(1), "ema": {"model": weights(2)}}
+    for content, line, chosen in (
+        (twice, "model., ema.model.", {"model": 1, "model.": 1, "ema.model": 2, "ema": 2}),
+        (weights(1) | {"ema": weights(2)}, "no prefix (--prefix=), ema.", {"": 1, "ema": 2}),
+        (moco_2(), of_moco, {"encoder_k": 2, "module.encoder_k": 2}),
+    ):
+        path = written(tmp_path / "ema.pt", content)
+        assert run_import(path, "--model", NAME, "--output", tmp_path / "none") == 1
+        assert capsys.readouterr().err.endswith(f"holds {NAME} under {line}: choose by --prefix\n")
+        for prefix, seed in chosen.items():
+            assert_is(imported(path, "--model", NAME, f"--prefix={prefix}"), weights(seed))
 
 
 def test_old_files_do_not_count_batches(tmp_path: Path) -> None:
@@ -200,46 +185,33 @@ def test_old_files_do_not_count_batches(tmp_path: Path) -> None:
 
 def test_a_vision_transformer_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own positions at the size that it was trained at; at another one, those that timm interpolates."""
-    name, path = "timm:vit_tiny_patch16_224", tmp_path / "vit.pth"
-    trained = _models(name, 1, img_size=96)
-    torch.save({"teacher": under("backbone.", dict(trained.state_dict())), "student": weights(1, name)}, path)
-    options = ["--model", name, "--prefix", "teacher", "--image-size"]
+    path, trained = tmp_path / "vit.pth", _models(VIT, 1, img_size=96)
+    torch.save({"teacher": under("backbone.", dict(trained.state_dict())), "student": weights(1, VIT)}, path)
+    options = ["--model", VIT, "--prefix", "teacher", "--image-size"]
     assert_is(imported(path, *options, "96"), dict(trained.state_dict()))
     printed = capsys.readouterr().out
     assert "interpolated" not in printed
     assert "teacher.backbone.head (2)" in printed
     assert "timm's own weights of this name expect --pixel-mean 0.5 0.5 0.5 --pixel-std 0.5 0.5 0.5" in printed
-    (tmp_path / "imported.safetensors").unlink()
     encoder = imported(path, *options, "160")
     printed = capsys.readouterr().out
     assert "interpolated teacher.backbone.pos_embed from 6×6 to 10×10 patches\n" in printed
     assert "interpolated student" not in printed
-    theirs = _models(name, 2, img_size=160)
+    theirs = _models(VIT, 2, img_size=160)
     theirs.load_state_dict(
         import_module("timm.models.vision_transformer").checkpoint_filter_fn(dict(trained.state_dict()), theirs)
     )
     assert_is(encoder, dict(theirs.state_dict()))
 
 
-@pytest.mark.parametrize(
-    "positions",
-    [
-        torch.ones(1, 36, 192),
-        torch.ones(1, 1, 192),
-        torch.ones(1, 37, 192).to_sparse(),
-        torch.ones(1, 37, 192, dtype=torch.complex64),
-    ],
-    ids=["no_square", "no_patch", "sparse", "complex"],
-)
-def test_refuses_positions_that_cannot_be_interpolated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], positions: Tensor
-) -> None:
-    name, path = "timm:vit_tiny_patch16_224", tmp_path / "vit.pth"
-    torch.save(weights(1, name) | {"pos_embed": positions}, path)
-    assert run_import(path, "--model", name, "--output", tmp_path / "none") == 1
-    shape = list(positions.shape)
-    error = capsys.readouterr().err
-    assert error.endswith(f"(pos_embed is {shape}, not [1, 197, 192]): give its --model and --image-size\n")
+def test_refuses_positions_that_cannot_be_interpolated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No square, no patch, sparse and complex ones."""
+    ones, path = torch.ones(1, 37, 192), tmp_path / "vit.pth"
+    for positions in (ones[:, 1:], ones[:, :1], ones.to_sparse(), ones.cfloat()):
+        torch.save(weights(1, VIT) | {"pos_embed": positions.clone()}, path)
+        assert run_import(path, "--model", VIT, "--output", tmp_path / "none") == 1
+        said = f"(pos_embed is {list(positions.shape)}, not [1, 197, 192]): give its --model and --image-size\n"
+        assert capsys.readouterr().err.endswith(said)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -256,7 +228,6 @@ def test_the_config_is_as_given(tmp_path: Path) -> None:
     imported(tmp_path / "a.pth", "--model", NAME)
     config = load_encoder(tmp_path / "imported.safetensors")[1]
     assert (config.name, config.image_size, config.in_channels, config.pixels) == (NAME, 224, 3, IMAGENET)
-    (tmp_path / "imported.safetensors").unlink()
     options = "--in-channels 1 --image-size 96 --pixel-mean 0.25 --pixel-std 0.5"
     imported(tmp_path / "a.pth", "--model", NAME, *options.split())
     config = load_encoder(tmp_path / "imported.safetensors")[1]
@@ -401,13 +372,10 @@ def test_refuses_arguments_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     fails(f"has no keys of {NAME} under --prefix 'teacher'", "--model", NAME, "--prefix", "teacher")
     fails("cannot read", "--model", NAME, file=tmp_path / "none")
     fails("Is a directory", "--model", NAME, file=tmp_path)
-    fails("cannot take 8 px images", "--model", "timm:vit_tiny_patch16_224", "--image-size", 8, file=vit(tmp_path))
+    vit = written(tmp_path / "vit.pth", weights(1, VIT))
+    fails("cannot take 8 px images", "--model", VIT, "--image-size", 8, file=vit)
     config = EncoderConfig(width=4, blocks=(1,))
     save_encoder(build_model(config, seed=0).encoder, config, tmp_path / "ours.safetensors")
     fails("was written by this trainer", "--model", NAME, file=tmp_path / "ours.safetensors")
     output.touch()
     fails("exists: give another --output", "--model", NAME)
-
-
-def vit(folder: Path) -> Path:
-    return written(folder / "vit.pth", _models("timm:vit_tiny_patch16_224", 1).state_dict())

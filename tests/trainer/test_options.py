@@ -29,14 +29,7 @@ from weightserver.torch import RangesOrder, Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
-NO_AUGMENTATION = AugmentationConfig(
-    min_scale=1.0,
-    max_aspect_ratio=1.0,
-    flip_probability=0,
-    jitter_probability=0,
-    grey_probability=0,
-    blur_probability=0,
-)
+NO_AUGMENTATION = AugmentationConfig(strong=False, min_scale=1.0, max_aspect_ratio=1.0, flip_probability=0)
 
 
 def run(output: Path, **changes: Any) -> npt.NDArray[np.float64]:

@@ -95,13 +95,6 @@ def test_the_total_turn_is_that_of_dense_sgd(changes: dict[str, float]) -> None:
     assert proportions(config, 200).total_turn == pytest.approx(turned, rel=0.05)
 
 
-def test_rows_without_momentum_and_ten_times_the_rate_are_equal() -> None:
-    """A gradient moves them as far, at once instead of by and by."""
-    config = PRESETS["imagenet-1k"][1]
-    other = config.with_settings(row_momentum=0.0, row_learning_rate=10.0)
-    assert asdict(proportions(other, IMAGENET)) == pytest.approx(asdict(proportions(config, IMAGENET)))
-
-
 @pytest.mark.parametrize(
     "changes", [{"init_std": 0.0}, {"weight_decay": 0.3, "row_learning_rate": 10.0}, {"row_momentum": 1 - 1e-12}]
 )

@@ -20,13 +20,13 @@ import trainer.results
 from tests.helpers.bars import write_bars
 from tests.helpers.image_tree import encoded, piece, plain_tree
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, PowerLoss, losses, power_loss_at, small_run
+from tests.trainer.test_train import config as of_bars
 from trainer.arguments import parse_config
 from trainer.command_line import pic
 from trainer.config import TrainConfig
 from trainer.config_file import to_toml
 from trainer.coverage import coverage_warnings
 from trainer.data import Dataset, load_dataset
-from trainer.data.augment import AugmentationConfig
 from trainer.evaluate.features import encoder_features
 from trainer.evaluate.protocol import with_held_out
 from trainer.evaluate.table import evaluate_features
@@ -196,28 +196,20 @@ def test_the_advice_visits_all_images(tmp_path: Path) -> None:
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     """The result of a run on labelled images."""
     root = tmp_path_factory.mktemp("labelled")
-    (root / "idx").mkdir()
-    data = write_bars(root / "idx", num_train=160)
-    return train(
-        small_run(
-            root / "run",
-            dataset="idx",
-            num_images=None,
-            data_dir=data,
-            steps=30,
-            window_size=48,
-            window_stride=16,
-            encoder=EncoderConfig(width=8, stem_stride=2, blocks=(1, 1)),
-            augmentation=AugmentationConfig(strong=False, min_scale=0.6),
-            evaluate=True,
-        )
-    )
+    return train(of_bars(write_bars(root, num_train=160), root / "run", steps=30, evaluate=True))
 
 
 def test_references_are_bounded_by_images_and_by_pixels() -> None:
     images, labels = torch.zeros(7, 3, 32, 32, dtype=torch.uint8), torch.arange(7)
     dataset = Dataset(train_images=images, train_labels=labels, test_images=images, test_labels=labels)
     assert trainer.results._most_compared(dataset) == {"untrained encoder": 100_000, "raw pixels": 16_276}
+
+
+def of_folder(data_dir: Path, output: Path, **changes: Any) -> TrainConfig:
+    """Three steps on a few images."""
+    settings = {"dataset": "folder", "num_images": None, "data_dir": data_dir, "evaluate": True}
+    settings |= {"window_size": 24, "window_stride": 8, "num_negatives": 16, "steps": 3}
+    return small_run(output, **settings | changes)
 
 
 @pytest.mark.parametrize("labels", [(0, 1), (5, 10**15)])
@@ -235,11 +227,7 @@ def test_a_run_of_few_labels_has_its_results(
                     info = tarfile.TarInfo(name)
                     info.size = len(content)
                     tar.addfile(info, io.BytesIO(content))
-    encoder = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1))
-    data = {"dataset": "folder", "num_images": None, "data_dir": tmp_path, "encoder": encoder, "evaluate": True}
-    windows = {"window_size": 24, "window_stride": 8, "num_negatives": 16, "steps": 3, "rows": "dense"}
-    result = train(small_run(tmp_path / "run", **data, **windows, knn_every=1.0))
-    finish(result)
+    finish(train(of_folder(tmp_path, tmp_path / "run", rows="dense", knn_every=1.0)))
     assert {"knn_top1", "linear_top1"} <= summary_of(tmp_path / "run").keys()
     assert "Top-1 on the test images" in capsys.readouterr().out
 
@@ -252,10 +240,7 @@ def test_a_broken_test_image_leaves_out_the_results_until_it_is_repaired(
     plain_tree(tmp_path / "images/train", 24)
     plain_tree(tmp_path / "images/test", 6)
     (broken := tmp_path / "images/test/b/broken.jpg").write_bytes(b"<html>")
-    encoder = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1))
-    data = {"dataset": "folder", "num_images": None, "data_dir": tmp_path / "images", "encoder": encoder}
-    windows = {"window_size": 24, "window_stride": 8, "num_negatives": 16, "steps": 3}
-    config = small_run(tmp_path / "run", **data, **windows, evaluate=True)
+    config = of_folder(tmp_path / "images", tmp_path / "run")
     finish(train(config))
     said = capsys.readouterr().err
     for name in ("trained encoder", "untrained encoder", "raw pixels"):
@@ -272,8 +257,7 @@ def test_a_run_of_too_many_broken_images_is_refused_before_its_first_step(tmp_pa
     tree = plain_tree(tmp_path / "tree", 40)
     for number in range(110):
         (tree / f"a/{number}.jpg").write_bytes(b"<html>")
-    windows = {"window_size": 100, "window_stride": 50, "steps": 1, "encoder": ONLY_ROWS, "rows": "dense"}
-    config = small_run(tmp_path / "run", dataset="folder", num_images=None, data_dir=tree, **windows)
+    config = of_folder(tree, tmp_path / "run", rows="dense", encoder=ONLY_ROWS, evaluate=False)
     with pytest.raises(ValueError, match=r"about 110 of 150 images are broken .*, and 100 may be: .*--max-broken 220"):
         train(config, on_step=lambda step: pytest.fail("a step began"))
     assert not (tmp_path / "run").exists()
@@ -297,7 +281,9 @@ def test_the_ending_says_whether_it_was_worth_it(
     compared = json.loads((output / "comparison.json").read_text())
     assert list(compared) == ["trained encoder", "without correction", "untrained encoder", "raw pixels"]
     for name, row in compared.items():
-        assert f"│ {name} │ {row['knn']['top1']:.2f} │" in printed
+        knn, linear = row["knn"], row["linear"]
+        cells = f"{knn['top1']:.2f} │ {knn['setting']:g} │ {linear['top1']:.2f} │ {linear['setting']:g}"
+        assert f"│ {name} │ {cells} │" in printed
     found = encoder_features(read_encoder(other.run.output)[0], run.dataset, read_encoder(other.run.output)[1].pixels)
     expected = {protocol: result.top1 for protocol, result in evaluate_features(found).items()}
     assert {protocol: result["top1"] for protocol, result in compared["without correction"].items()} == expected

@@ -297,22 +297,22 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
     assert kinds <= {"servers", "metrics.jsonl", "tensorboard"}
 
 
-BAD_RESUMES = {
-    "nothing there": ({}, False, r"holds no run to resume: omit --resume"),
-    "a step of nothing": ({"resume": "auto", "resume_step": 0}, False, "holds no run to resume: omit --resume-step"),
-    "other settings": (
-        {"temperature": 0.3, "resume": "auto"},
-        True,
-        r"whose --temperature is 0\.2, not 0\.3: give the same settings",
-    ),
-    "another optimizer": ({"optimizer": "lamb"}, True, r"whose --optimizer is sgd, not lamb: give the same settings"),
-    "fewer epochs": ({"steps": None, "epochs": 2.0}, True, r"40 updates, not 38: .* not shorter: give --steps 40"),
-    "other shards": ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
-    "dense rows": ({"rows": "dense"}, True, r"--rows dense saves no checkpoints: omit --resume"),
-}
-
-
-@pytest.mark.parametrize(("changes", "there", "message"), BAD_RESUMES.values(), ids=BAD_RESUMES.keys())
+@pytest.mark.parametrize(
+    ("changes", "there", "message"),
+    [
+        ({}, False, r"holds no run to resume: omit --resume"),
+        ({"resume": "auto", "resume_step": 0}, False, "holds no run to resume: omit --resume-step"),
+        (
+            {"temperature": 0.3, "resume": "auto"},
+            True,
+            r"whose --temperature is 0\.2, not 0\.3: give the same settings",
+        ),
+        ({"optimizer": "lamb"}, True, r"whose --optimizer is sgd, not lamb: give the same settings"),
+        ({"steps": None, "epochs": 2.0}, True, r"40 updates, not 38: .* not shorter: give --steps 40"),
+        ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
+        ({"rows": "dense"}, True, r"--rows dense saves no checkpoints: omit --resume"),
+    ],
+)
 def test_resume_rejects_other_runs(
     changes: dict[str, Any], there: bool, message: str, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -222,47 +222,44 @@ def test_training_over_tls_with_a_token(data_dir: Path, tmp_path: Path) -> None:
         assert path.is_dir() or token not in path.read_bytes(), path
 
 
-BAD_COMMAND_LINES = {
-    "half a certificate": (
-        ["--tls-cert", "client.pem"],
-        r"--tls-cert and --tls-key belong together: give both or none",
-    ),
-    "a missing CA": (
-        ["--servers", "10.0.0.1:1", "--tls-ca", "/nonexistent.pem"],
-        r"--tls-ca /nonexistent\.pem cannot be read: No such file or directory",
-    ),
-    "no such folder": (["--data-dir", "no/such/folder"], r"no such folder: no/such/folder"),
-    "S above W": (["--window-stride", "65"], r"^trainer: --window-stride must lie in 1\.\.64, the window size, got 65"),
-    "large blocks": (
-        ["--rows-per-block", "2048", "--dim", "65536"],
-        r"^trainer: --rows-per-block is 2048, but a block of so many rows of 65536 numbers takes \d+ bytes, more",
-    ),
-    "blocks of the encoder": (["--encoder.blocks", "0"], r"^trainer: --encoder\.blocks is \(0,\): give at least one"),
-    "device": (["--device", "abacus"], r"--device 'abacus' is unknown: give cpu, cuda"),
-    "too long": (["--steps", "1000000000000"], r"would take 1e\+12 steps, at most 33,554,432 are possible"),
-    "seed": (["--seed", "99999999999999999999"], r"--seed must lie in 0\.\.2\^64-1, got 9{20}"),
-    "capacity": (
-        ["--capacity", "79"],
-        r"^trainer: --capacity is 79, but the \d steps that are requested in advance need 112: raise it, or",
-    ),
-    "number of images": (["--num-images", "161"], r"--num-images must lie in 1\.\.160, .* got 161"),
-    "no labels": (
-        ["--dataset", "synthetic", "--data-dir", "None", "--num-images", "9999", "--encoder.in-channels", "3"],
-        r"generated images have no labels: train without evaluations",
-    ),
-    "channels": (["--encoder.in-channels", "3"], r"encoder takes 3-channel images, .* have 1: give --encoder.in-chan"),
-    "output": (["--output", __file__], r"--output .* cannot be used \(Not a directory\): choose another directory"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD_COMMAND_LINES.values(), ids=BAD_COMMAND_LINES.keys())
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--tls-cert client.pem", r"--tls-cert and --tls-key belong together: give both or none"),
+        (
+            "--servers 10.0.0.1:1 --tls-ca no-such.pem",
+            r"--tls-ca no-such\.pem cannot be read: No such file or directory",
+        ),
+        ("--data-dir no/such/folder", r"no such folder: no/such/folder"),
+        ("--window-stride 65", r"^trainer: --window-stride must lie in 1\.\.64, the window size, got 65"),
+        (
+            "--rows-per-block 2048 --dim 65536",
+            r"^trainer: --rows-per-block is 2048, but a block of so many rows of 65536 numbers takes \d+ bytes, more",
+        ),
+        ("--encoder.blocks 0", r"^trainer: --encoder\.blocks is \(0,\): give at least one"),
+        ("--device abacus", r"--device 'abacus' is unknown: give cpu, cuda"),
+        ("--steps 1000000000000", r"would take 1e\+12 steps, at most 33,554,432 are possible"),
+        ("--seed 99999999999999999999", r"--seed must lie in 0\.\.2\^64-1, got 9{20}"),
+        (
+            "--capacity 79",
+            r"^trainer: --capacity is 79, but the \d steps that are requested in advance need 112: raise",
+        ),
+        ("--num-images 161", r"--num-images must lie in 1\.\.160, .* got 161"),
+        (
+            "--dataset synthetic --data-dir None --num-images 9999 --encoder.in-channels 3",
+            r"generated images have no labels: train without evaluations",
+        ),
+        ("--encoder.in-channels 3", r"encoder takes 3-channel images, .* have 1: give --encoder.in-chan"),
+        (f"--output {__file__}", r"--output .* cannot be used \(Not a directory\): choose another directory"),
+    ],
+)
 def test_bad_command_lines(
-    arguments: list[str], message: str, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     defaults = ["--data-dir", str(data_dir), "--dataset", "idx", "--output", str(tmp_path / "run"), "--steps", "2"]
     defaults += ["--num-negatives", "64", "--window-size", "64", "--window-stride", "16", "--batch-size", "16"]
     with pytest.raises(SystemExit) as stopped:
-        main(["fashion-mnist", *defaults, *arguments])
+        main(["fashion-mnist", *defaults, *arguments.split()])
     assert stopped.value.code == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
