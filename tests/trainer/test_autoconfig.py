@@ -121,7 +121,12 @@ def test_more_images_and_better_machines_take_larger_encoders() -> None:
     assert chosen(survey(3_648), GPU).model.encoder.name == "resnet18"
     imagenet = chosen(survey(1_281_167, num_tests=50_000, num_classes=1000), GPU)
     assert (imagenet.model.encoder.name, imagenet.model.encoder.image_size) == ("resnet50", 224)
-    papers = {"batch_size": 512, "num_negatives": 65_536, "window_size": 131_072, "window_stride": 16_384}
+    papers: dict[str, Any] = {
+        "batch_size": 512,
+        "num_negatives": 65_536,
+        "window_size": 131_072,
+        "window_stride": 16_384,
+    }
     papers |= {"learning_rate": 0.06, "precision": "bfloat16"}
     assert {name: imagenet.settings()[name] for name in papers} == papers
     few = chosen(survey(3_648), TWO_CORES)

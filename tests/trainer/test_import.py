@@ -207,7 +207,7 @@ def test_a_vision_transformer_of_timm(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_refuses_positions_that_cannot_be_interpolated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No square, no patch, sparse and complex ones."""
     ones, path = torch.ones(1, 37, 192), tmp_path / "vit.pth"
-    for positions in (ones[:, 1:], ones[:, :1], ones.to_sparse(), ones.cfloat()):
+    for positions in (ones[:, 1:], ones[:, :1], ones.to_sparse(), ones.to(torch.complex64)):
         torch.save(weights(1, VIT) | {"pos_embed": positions.clone()}, path)
         assert run_import(path, "--model", VIT, "--output", tmp_path / "none") == 1
         said = f"(pos_embed is {list(positions.shape)}, not [1, 197, 192]): give its --model and --image-size\n"

@@ -30,16 +30,11 @@ class WatchedClient:
 
     def __init__(self, client: WeightClient) -> None:
         self._client = client
+        self.require_session, self.fetch = client.require_session, client.fetch
         self.fetched: list[Int64Array] = []
         self.written: list[Int64Array] = []
         self.may_write = threading.Event()
         self.may_write.set()
-
-    def require_session(self) -> None:
-        self._client.require_session()
-
-    def fetch(self, rows: Int64Array, **options: Any) -> Any:
-        return self._client.fetch(rows, **options)
 
     def fetch_state(self, rows: Int64Array, **options: Any) -> RowState:
         self.fetched.append(rows)

@@ -207,7 +207,7 @@ def test_references_are_bounded_by_images_and_by_pixels() -> None:
 
 def of_folder(data_dir: Path, output: Path, **changes: Any) -> TrainConfig:
     """Three steps on a few images."""
-    settings = {"dataset": "folder", "num_images": None, "data_dir": data_dir, "evaluate": True}
+    settings: dict[str, Any] = {"dataset": "folder", "num_images": None, "data_dir": data_dir, "evaluate": True}
     settings |= {"window_size": 24, "window_stride": 8, "num_negatives": 16, "steps": 3}
     return small_run(output, **settings | changes)
 

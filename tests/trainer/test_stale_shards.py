@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,39 +43,30 @@ def rows_of(servers: Path) -> RowState:
         return client.fetch_state(ROWS, step=NUM_STEPS)
 
 
-class Shards:
-    """The shards that a run trains on; one of them is killed, copied and restored."""
-
-    def __init__(self, cluster: LocalCluster) -> None:
-        self._cluster = cluster
-        self._copies = cluster.directory.parent / "copies"
-
-    def copy(self, name: str, *, then: Callable[[Path], object] = lambda directory: None) -> None:
-        """Kills shard 1, copies its directory to `name`, and restarts it."""
-        directory = self._cluster.directory / "shard-1"
-        self._cluster.processes[1].kill()
-        self._cluster.processes[1].wait()
-        shutil.copytree(directory, self._copies / name, copy_function=shutil.copyfile)
-        then(directory)
-        self._cluster.restart(1)
-
-    def put_back(self, name: str, directory: Path) -> None:
+def copy(cluster: LocalCluster, to: Path, *, put_back: Path | None = None) -> None:
+    """Kills shard 1, copies its directory, puts another copy in its place if one is given, and restarts it."""
+    directory = cluster.directory / "shard-1"
+    cluster.processes[1].kill()
+    cluster.processes[1].wait()
+    shutil.copytree(directory, to, copy_function=shutil.copyfile)
+    if put_back is not None:
         shutil.rmtree(directory)
-        shutil.copytree(self._copies / name, directory, copy_function=shutil.copyfile)
+        shutil.copytree(put_back, directory, copy_function=shutil.copyfile)
+    cluster.restart(1)
 
 
 @pytest.mark.guard
 @pytest.mark.parametrize("rows", [pytest.param("remote", marks=pytest.mark.slow), "resident"])
 def test_an_older_copy_under_a_run_ends_it(rows: str, tmp_path: Path, undisturbed: Path) -> None:
     """Otherwise it would continue with 37 pushes missing, and end normally with 245 of 300 wrong rows."""
+    older, newest = tmp_path / "older", tmp_path / "newest"
     with LocalCluster(2, tmp_path / "servers") as cluster:
-        shards = Shards(cluster)
 
         def on_step(step: int) -> None:
             if step == 6:
-                shards.copy("older")
+                copy(cluster, older)
             if step == 22:
-                shards.copy("newest", then=lambda directory: shards.put_back("older", directory))
+                copy(cluster, newest, put_back=older)
 
         config = run(tmp_path / "run", servers=",".join(cluster.addresses), rows=rows, retry_seconds=5.0)
         with pytest.raises(DataLossError, match=r"shard 1 at .* lacks what it had acknowledged: .* put the newest"):
@@ -88,7 +78,7 @@ def test_an_older_copy_under_a_run_ends_it(rows: str, tmp_path: Path, undisturbe
             DataLossError, match=r"lacks what it had acknowledged: .*, or give --resume-step 0, the newest"
         ):
             train(config.with_settings(resume=True))
-        shards.copy("ended", then=lambda directory: shards.put_back("newest", directory))
+        copy(cluster, tmp_path / "ended", put_back=newest)
         train(config.with_settings(resume=True))
         assert losses(config.run.output) == losses(undisturbed)
     assert same(rows_of(tmp_path / "servers"), rows_of(undisturbed / "servers"))
@@ -99,11 +89,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that failed at step 20, its `servers`; `copies` of shard 1 at steps 6 and 15, a `backup` of step 13."""
     root = tmp_path_factory.mktemp("stopped")
     with LocalCluster(2, root / "servers") as cluster:
-        shards = Shards(cluster)
 
         def on_step(step: int) -> None:
             if step in (6, 15):
-                shards.copy(str(step))
+                copy(cluster, root / "copies" / str(step))
             if step == 15:
                 with WeightClient(cluster.addresses) as operator:
                     backup(operator, root / "backup")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import socket
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
+from tests.helpers.watching import metric
 from trainer.run.prometheus import TrainerMetrics
 from weightserver.torch import RowCounters
 
@@ -26,7 +25,7 @@ MONITORS = {
     "row_norm": 0.3,
 }
 SIZES: dict[str, Any] = {"window_size": 96, "batch_size": 16, "num_steps": 40, "device": torch.device("cpu")}
-Scrape = Callable[[], dict[str, float]]
+Read = Callable[[str], float]
 
 
 @pytest.fixture
@@ -35,37 +34,19 @@ def metrics() -> TrainerMetrics:
 
 
 @pytest.fixture
-def scrape(metrics: TrainerMetrics) -> Iterator[Scrape]:
-    """All samples without labels other than a bucket's end or a stage: name without pic_trainer_ to value."""
+def read(metrics: TrainerMetrics) -> Iterator[Read]:
+    """The value on the page of a metric without pic_trainer_."""
     address, close = metrics.serve(0)
-
-    def samples() -> dict[str, float]:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
-            page = answer.read().decode()
-        values = {}
-        for family in text_string_to_metric_families(page):
-            if family.name.startswith(("process_", "weightserver_client_")):
-                continue
-            assert family.documentation.endswith("."), family.name
-            for sample in family.samples:
-                assert sample.name.startswith("pic_trainer_"), sample.name
-                if sample.name.endswith("_created"):
-                    continue
-                end = "".join(f" {value}" for label, value in sample.labels.items() if label in ("le", "stage"))
-                values[sample.name.removeprefix("pic_trainer_") + end] = sample.value
-        return values
-
-    yield samples
+    yield lambda name: metric(address, f"pic_trainer_{name}")
     close()
 
 
-def test_records_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) -> None:
+def test_records_of_the_training_loop(metrics: TrainerMetrics, read: Read) -> None:
     for _ in range(10):
         metrics.step_finished()
     metrics.observe(RECORD)
-    values = scrape()
-    assert metrics.registry.get_sample_value("pic_trainer_run_info", {"run": "run-a", "rank": "3"}) == 1
     expected = {
+        'run_info{rank="3",run="run-a"}': 1,
         "window_size_rows": 96,
         "run_steps": 40,
         "batch_size": 16,
@@ -76,38 +57,36 @@ def test_records_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) -
         "active_rows": 64,
         "row_wait_seconds_total": 0,
     }
-    assert {name: values[name] for name in expected} == expected
-    assert values["gpu_memory_bytes"] >= 0
-    for name in MONITORS:
-        assert math.isnan(values[name]), "unknown is not 0"
-    counters = RowCounters(wait_seconds=0.5)
+    assert {name: read(name) for name in expected} == expected
+    assert read("gpu_memory_bytes") >= 0
+    assert all(math.isnan(read(name)) for name in MONITORS), "unknown is not 0"
+    counters, began = RowCounters(wait_seconds=0.5), read("last_checkpoint_timestamp_seconds")
     metrics.follow(counters)
     metrics.observe(RECORD | MONITORS | {"step": 14, "loss": 4.0, "knn_top1": 71.0})
-    scrape()
+    assert read("row_wait_seconds_total") == 0.5
     counters.wait_seconds = 0.75
     metrics.checkpoint_saved()
-    began, values = values["last_checkpoint_timestamp_seconds"], scrape()
     expected = {"loss": 4.0, "row_wait_seconds_total": 0.75} | MONITORS
-    assert {name: values[name] for name in expected} == expected
-    assert values["last_checkpoint_timestamp_seconds"] > began
+    assert {name: read(name) for name in expected} == expected
+    assert read("last_checkpoint_timestamp_seconds") > began
 
 
-def test_a_step_that_does_not_end_shows(metrics: TrainerMetrics, scrape: Scrape) -> None:
+def test_a_step_that_does_not_end_shows(metrics: TrainerMetrics, read: Read) -> None:
     """Waits and stages grow while they last."""
-    counters = RowCounters()
+    counters, names = RowCounters(), ("row_wait_seconds_total", 'stage_seconds_total{stage="rows"}')
     metrics.follow(counters)
     metrics.clock.start("rows")
     with counters.waiting():
         time.sleep(0.1)
-        first = scrape()
+        first = [read(name) for name in names]
         time.sleep(0.1)
-        second = scrape()
-    for name in ("row_wait_seconds_total", "stage_seconds_total rows"):
-        assert first[name] >= 0.1
-        assert second[name] >= first[name] + 0.1
-    after = scrape()
-    assert after["row_wait_seconds_total"] == pytest.approx(counters.wait_seconds)
-    assert after["row_wait_seconds_total"] >= second["row_wait_seconds_total"]
+        second = [read(name) for name in names]
+    for early, late in zip(first, second, strict=True):
+        assert early >= 0.1
+        assert late >= early + 0.1
+    after = read("row_wait_seconds_total")
+    assert after == pytest.approx(counters.wait_seconds)
+    assert after >= second[0]
 
 
 def test_it_serves_on_loopback_until_closed(metrics: TrainerMetrics) -> None:

@@ -6,6 +6,7 @@ As a script (under torchrun) this file is one rank, which writes down what it re
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.image_tree import plain_tree
-from tests.helpers.small_run import EVERY, small_run
+from tests.helpers.small_run import EVERY, NUM_STEPS, small_run
 from tests.helpers.torchrun import torchrun
 from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
@@ -45,13 +46,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def training(trained: Path, tmp_path: Path) -> Path:
     """A run that has checkpoints and has not ended."""
-    run = tmp_path / "training"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.json").write_bytes((trained / "config.json").read_bytes())
-    *unfinished, _ = sorted((trained / "checkpoints").glob("*.safetensors"))  # without that of the end
-    for path in unfinished:
-        (run / "checkpoints" / path.name).write_bytes(path.read_bytes())
-    return run
+    ends = ("servers", "encoder.safetensors", "summary.json", f"{checkpoint_name(NUM_STEPS)}.safetensors")
+    return shutil.copytree(trained, tmp_path / "training", ignore=shutil.ignore_patterns(*ends))
 
 
 def weights_of(found: Subject) -> dict[str, Tensor]:
