@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from trainer.data import SyntheticImages, load_dataset
-from trainer.evaluate.features import encoder_features, pixel_features
-from trainer.model import EncoderConfig, build_encoder
 from weightserver.core.splitmix import splitmix64
 
 BILLION = 10**9
@@ -75,19 +73,6 @@ def test_a_billion_images_take_no_memory() -> None:
     batch = dataset.train_images[torch.arange(BILLION - 512, BILLION)]
     assert psutil.Process().memory_info().rss - before < 32e6  # a bit an image would be 125 MB
     assert batch.shape == (512, 3, 32, 32)
-
-
-def test_generated_images_cannot_be_evaluated() -> None:
-    dataset = load_dataset("synthetic", num_images=60, image_size=12)
-    assert not dataset.labelled
-    encoder = build_encoder(EncoderConfig(name="none", in_channels=3, image_size=12))
-    for evaluate in (
-        dataset.check_labelled,
-        lambda: pixel_features(dataset),
-        lambda: encoder_features(encoder, dataset),
-    ):
-        with pytest.raises(ValueError, match="generated images have no labels: train without evaluations"):
-            evaluate()
 
 
 @pytest.mark.parametrize(

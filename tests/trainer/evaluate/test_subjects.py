@@ -1,14 +1,9 @@
-"""What is evaluated: runs, also while they train, files, models by name, raw pixels, and wrong combinations.
-
-As a script (under torchrun) this file is one rank, which writes down what it received.
-"""
+"""What is evaluated: runs, also while they train, files, models by name, raw pixels, and wrong combinations."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +13,8 @@ from torch import Tensor
 
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import EVERY, NUM_STEPS, small_run
-from tests.helpers.torchrun import torchrun
 from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
-from trainer.distributed import process_group
 from trainer.evaluate import subjects
 from trainer.evaluate.options import SubjectOptions
 from trainer.evaluate.subjects import Subject, load_subject
@@ -50,14 +43,10 @@ def training(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "training", ignore=shutil.ignore_patterns(*ends))
 
 
-def weights_of(found: Subject) -> dict[str, Tensor]:
+def assert_equal(found: Subject, expected: dict[str, Tensor]) -> None:
     assert found.encoder is not None
     assert not found.encoder.training
-    return found.encoder.state_dict()
-
-
-def assert_equal(found: Subject, expected: dict[str, Tensor]) -> None:
-    weights = weights_of(found)
+    weights = found.encoder.state_dict()
     assert weights.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(weights[key], tensor), key
@@ -203,27 +192,3 @@ def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, A
         load_subject(SubjectOptions(**filled))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.slow
-def test_every_rank_has_the_subject_of_the_first(tmp_path: Path) -> None:
-    """The file is on the first rank's machine only."""
-    path = saved(tmp_path / "moco.safetensors")
-    torchrun("tests.trainer.evaluate.test_subjects", path)
-    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    assert all(f"name='{name}'" in first[0] for name in (path, "raw pixels"))
-    assert sum(first[1]) > 0
-
-
-def one_rank(path: Path) -> None:
-    with process_group(torch.device("cpu")) as ranks:
-        options = SubjectOptions(encoder=path if ranks.is_first else Path("/no/such/file"))
-        found = [load_subject(options, ranks), load_subject(SubjectOptions(pixels=True), ranks)]
-        sums = [float(tensor.double().abs().sum()) for tensor in weights_of(found[0]).values()]
-        text = json.dumps([str([replace(subject, encoder=None) for subject in found]), sums])
-        path.with_name(f"rank-{ranks.rank}.json").write_text(text)
-
-
-if __name__ == "__main__":
-    one_rank(Path(sys.argv[1]))

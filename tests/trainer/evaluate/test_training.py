@@ -36,8 +36,11 @@ from trainer.distributed import process_group
 from trainer.evaluate.classification import fine_tune, linear
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.knn import knn
+from trainer.evaluate.options import SubjectOptions
 from trainer.evaluate.settings import SEMI_SUPERVISED, FineTuneConfig, KnnConfig, LinearConfig
+from trainer.evaluate.subjects import load_subject
 from trainer.evaluate.training import synchronise_batch_norm
+from trainer.model import EncoderConfig, build_model, save_encoder
 from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,8 +140,14 @@ def test_an_interrupted_training_ends_with_the_same_bits(name: str, tmp_path: Pa
 
 
 def of_all(directory: Path, ranks: Ranks | None = None) -> Outcome:
-    """Results of all protocols whose result is that of one rank."""
-    found = dict[str, float]()
+    """Results of all protocols whose result is that of one rank, of an encoder whose file the first rank alone has."""
+    found, path = dict[str, float](), directory / "encoder.safetensors"
+    if ranks is None or ranks.is_first:
+        save_encoder(build_model(EncoderConfig(), seed=1).encoder, EncoderConfig(), path)
+    given = path if ranks is None or ranks.is_first else Path("on another machine")
+    subject = load_subject(SubjectOptions(encoder=given), ranks or Ranks())
+    assert load_subject(SubjectOptions(pixels=True), ranks or Ranks()).encoder is None
+    found |= {name: float(value.double().sum()) for name, value in subject.network.state_dict().items()}
     if ranks is not None:
         own = made_evaluation(SeesRows(), directory / f"of rank {ranks.rank}", ranks=ranks)
         with pytest.raises(ValueError, match=r"not all ranks see .*: give --output, a folder that they share"):
