@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests.helpers.small_run import EVERY, NUM_IMAGES, losses, small_run
 from trainer.arguments import parse, parse_config
 from trainer.build import model_of
 from trainer.classes import RunClasses
-from trainer.config import OF_ONE_START, TrainConfig
+from trainer.config import TrainConfig
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, PICModel, build_model
@@ -199,13 +198,6 @@ def test_resume_is_a_flag_that_a_word_may_follow(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         parse_config(["synthetic", "--resume", "never"])
     assert "--resume stands alone or with 'auto', not with 'never'" in capsys.readouterr().err
-
-
-def test_each_setting_belongs_to_one_part() -> None:
-    of_parts = [setting.name for _, part in TrainConfig().parts() for setting in fields(part)]
-    assert len(of_parts) == len(set(of_parts))
-    kept = [name for name in of_parts if name not in OF_ONE_START]
-    assert list(json.loads(TrainConfig().to_json())) == ["format", *kept]
 
 
 def test_a_preset_fits_fewer_images_and_messages_name_options(tmp_path: Path) -> None:
