@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from tests.helpers.bars import write_bars
 from tests.helpers.gpu_runs import LOG_EVERY, NUM_IMAGES, NUM_STEPS, SCENARIOS
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.ports import reserved_ports
+from tests.helpers.torchrun import torchrun
 from weightserver import LocalCluster
 
 pytestmark = [
@@ -24,43 +23,22 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(pretended_gpu.unavailable() is not None, reason=str(pretended_gpu.unavailable())),
 ]
-RankRecords = list[dict[str, Any]]
-
-
-def run_ranks(num_ranks: int, out: Path, servers: str, ports: list[int]) -> RankRecords:
-    """The records of each rank for all scenarios, of images in `out`."""
-    pretended_gpu.compile_library()
-    arguments = [str(out), servers, str(out), ",".join(map(str, ports)), ";".join(SCENARIOS)]
-    common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.gpu_runs", *arguments],
-            env=os.environ
-            | {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=500)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-5000:]
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 @pytest.mark.parametrize("num_gpus", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_gpus_train_like_the_cpu(num_gpus: int, cluster: LocalCluster, tmp_path: Path) -> None:
+def test_gpus_train_like_the_cpu(
+    num_gpus: int, cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One test for everything, because the runs take the time."""
     (tmp_path / "idx").mkdir()
     write_bars(tmp_path / "idx", num_train=NUM_IMAGES, num_test=10)
     plain_tree(tmp_path / "folder", NUM_IMAGES)
+    pretended_gpu.compile_library()
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # each run has a port of its own
     with reserved_ports(4 * len(SCENARIOS)) as ports:
-        recorded = run_ranks(num_gpus, tmp_path, ",".join(cluster.addresses), ports)
+        arguments = [tmp_path, ",".join(cluster.addresses), tmp_path, ",".join(map(str, ports)), ";".join(SCENARIOS)]
+        torchrun("tests.helpers.gpu_runs", *arguments, num_ranks=num_gpus, seconds=500)
+    recorded = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_gpus)]
     for scenario, settings in SCENARIOS.items():
         losses = recorded[0][scenario]
         assert len(losses["cuda"]) == NUM_STEPS // LOG_EVERY
