@@ -20,7 +20,7 @@ from weightserver.common.version import FORMAT
 from weightserver.core.arrays import all_finite
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import ShardCheckpoint
-from weightserver.core.errors import FencedError, InvalidRequestError, StorageError
+from weightserver.core.errors import InvalidRequestError, StorageError
 from weightserver.core.exactly_once import WriterState
 from weightserver.core.initial import initial_rows
 from weightserver.core.lineage import Lineage
@@ -269,17 +269,3 @@ def test_all_finite() -> None:
         assert not all_finite(huge)
     assert not all_finite(np.array([np.inf, -np.inf], np.float32))
     assert all_finite(np.zeros(0, np.float32))
-
-
-@given(st.lists(st.integers(1, 9), max_size=30), st.integers(0, 2**30))
-def test_a_shard_applies_each_number_once_and_none_after_a_higher_one(arrivals: list[int], coin: int) -> None:
-    known, applied = WriterState(), set[int]()
-    for place, number in enumerate(arrivals):
-        if number < known.number or (number == known.number and not known.applied):
-            with pytest.raises(FencedError, match=f"write {number} of this writer is settled"):
-                known.has_applied(number)
-            continue
-        assert known.has_applied(number) == (number in applied)
-        if number > known.number:
-            known = WriterState.unpack(WriterState(number, applied=bool(coin >> place & 1)).pack())
-            applied |= {number} if known.applied else set()

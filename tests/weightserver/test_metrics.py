@@ -119,30 +119,28 @@ def test_a_process_shows_its_memory_and_its_threads_time(cluster: LocalCluster, 
 
 
 def test_every_metric_says_what_it_is(cluster: LocalCluster) -> None:
-    for family in text_string_to_metric_families(page(cluster.metrics_addresses[0])):
+    """And not when it was created."""
+    pages = page(cluster.metrics_addresses[0]), shared.page(metrics_of_clients.registry).decode()
+    assert not any("_created" in text for text in pages)
+    for family in text_string_to_metric_families(pages[0]):
         assert family.documentation.endswith(".") or family.name.startswith("process_"), family.name
         if family.type == "histogram":
             assert family.name.endswith(("_seconds", "_rows", "_steps", "_writes")), family.name
 
 
-def test_the_page_survives_the_loss_of_the_directory(tmp_path: Path) -> None:
-    with LocalCluster(1, tmp_path) as cluster:
-        address = cluster.metrics_addresses[0]
-        assert metric(address, "weightserver_disk_bytes") > 0
-        (tmp_path / "shard-0").rename(tmp_path / "moved")
-        assert metric(address, "weightserver_clock_steps") == 0
-        (tmp_path / "moved").rename(tmp_path / "shard-0")
-
-
-def test_a_shard_whose_disk_failed_shows_its_other_metrics(metrics: ShardMetrics, tmp_path: Path) -> None:
-    storage = LmdbStorage(tmp_path)
+@pytest.mark.parametrize("gone", ["disk", "directory"])
+def test_a_shard_whose_disk_failed_shows_its_other_metrics(metrics: ShardMetrics, tmp_path: Path, gone: str) -> None:
+    storage = LmdbStorage(tmp_path / "shard")
     publish_shard(metrics.registry, Shard(storage, shard=0, num_shards=1))
 
     def names() -> set[str]:
         return {family.name for family in metrics.registry.collect()}
 
     before = names()
-    storage._fail("a meta page could not be written")
+    if gone == "disk":
+        storage._fail("a meta page could not be written")
+    else:
+        storage.directory.rename(tmp_path / "moved")
     of_the_file = {"disk_bytes", "lmdb_bytes", "map_bytes", "volume_free_bytes"}
     of_the_file |= {"reader_pid", "reader_age_seconds", "reader_held_bytes"}
     assert before - names() == {f"weightserver_{name}" for name in of_the_file}
@@ -269,10 +267,3 @@ def test_a_registry_in_another_has_the_labels_of_both() -> None:
         for sample in samples:
             labels = {name: value for name, value in sample.labels.items() if name != "le"}
             assert labels == own | {"shard": "1", "method": "Fetch"}, sample.name
-
-
-def test_nothing_says_when_a_series_was_created(cluster: LocalCluster, client: WeightClient) -> None:
-    client.create_table(TableSpec(num_rows=40, dim=8, rows_per_block=10))
-    for text in (page(cluster.metrics_addresses[0]), shared.page(metrics_of_clients.registry).decode()):
-        assert "_total" in text
-        assert "_created" not in text

@@ -11,7 +11,6 @@ import pytest
 
 from tests.helpers.fake_context import FakeContext
 from tests.helpers.watching import wait_until
-from weightserver import InvalidRequestError
 from weightserver.server.request_memory import RequestMemory
 
 LIMIT = 100 << 20
@@ -52,13 +51,6 @@ def test_first_come_first_served(pool: ThreadPoolExecutor) -> None:
     callers["large"].leave()
     callers["small"].leave()
     assert memory.used_bytes == 0
-
-
-def test_a_request_that_never_fits_is_refused_at_once() -> None:
-    memory, context = RequestMemory(LIMIT), FakeContext()
-    with pytest.raises(InvalidRequestError, match="needs 101 MiB of memory, the shard has 100 MiB for all requests"):
-        memory.reserve(101 << 20, context)
-    assert memory.num_waiting == memory.used_bytes == context.num_callbacks == 0
 
 
 def test_a_call_whose_caller_is_gone_holds_nothing() -> None:
