@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weightserver import TableSpec
 from weightserver.core.arrays import Float64Array
 
 _FUNCTION = 4.0
@@ -43,9 +41,6 @@ class Rounded:
 
     def _made(self, value: Float64Array, error: Float64Array, roundings: float = 1) -> Rounded:
         return Rounded(value, error + roundings * self.unit * np.abs(value), self.unit)
-
-    def __add__(self, other: Rounded) -> Rounded:
-        return self._made(self.value + other.value, self.error + other.error)
 
     def __sub__(self, other: Rounded) -> Rounded:
         return self._made(self.value - other.value, self.error + other.error)
@@ -97,17 +92,6 @@ class Rounded:
         )
 
 
-def sgd_update(
-    weight: Rounded, momentum_buffer: Rounded, gradient: Rounded, *, learning_rate: float, spec: TableSpec
-) -> tuple[Rounded, Rounded]:
-    """torch.optim.SGD's, whose constants are rounded to float32: weight and momentum buffer."""
-
-    constant = partial(_constant, unit=weight.unit)
-    decayed = gradient + weight * constant(spec.weight_decay)
-    momentum_buffer = momentum_buffer * constant(spec.momentum) + decayed
-    return weight - momentum_buffer * constant(learning_rate), momentum_buffer
-
-
 @dataclass(frozen=True)
 class RoundedLoss:
     """The loss and its gradients."""
@@ -118,7 +102,7 @@ class RoundedLoss:
 
 
 def softmax_loss(
-    features: Tensor | Rounded,
+    features: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
@@ -129,8 +113,8 @@ def softmax_loss(
 
     exp is taken of logits less the largest size that one can have, so that the bound holds whatever is subtracted.
     """
-    dtype, w = weight.dtype, Rounded.exact(weight, weight.dtype)
-    z = features if isinstance(features, Rounded) else Rounded.exact(features, dtype)
+    dtype = weight.dtype
+    z, w = Rounded.exact(features, dtype), Rounded.exact(weight, dtype)
     (unit_z, norm_z), (unit_w, norm_w) = _normalised(z), _normalised(w)
     if not cosines:
         unit_z, unit_w = z, w

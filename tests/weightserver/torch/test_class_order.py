@@ -32,12 +32,6 @@ def test_images_of_a_class_are_neighbours_in_the_order_of_rows(chosen: list[int]
     assert (order.num_images, order.num_classes) == (len(labels), num_classes)
 
 
-def test_classes_of_one_image_each_are_the_order_of_images() -> None:
-    order, rows = ClassOrder(np.arange(1_000, dtype=np.int32), 7), np.arange(1_000)
-    assert np.array_equal(order.images(rows), RowOrder(1_000, 7).images(rows))
-    assert np.array_equal(order.rows(rows), rows)
-
-
 def test_a_window_visits_few_classes() -> None:
     """100 classes of 50 images: a window of 500 positions touches at most 11 neighbouring rows, all images of most."""
     order = ClassOrder(np.random.default_rng(0).permutation(np.arange(5_000) % 100), 3)
