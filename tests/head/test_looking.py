@@ -28,6 +28,7 @@ from tests.helpers.own_loop import (
     TEMPERATURE,
     Encoder,
     Images,
+    Result,
     loaded,
     shuffled,
     trained,
@@ -115,13 +116,13 @@ def test_training_is_the_same_to_the_last_bit(
     make_head: MakeHead, client: WeightClient, rows: str, settings: dict[str, Any]
 ) -> None:
     """Whenever the head is looked at; also before it is used, and in the middle of a step."""
-    results = []
+    results = list[Result]()
     for looks in (True, False):
         if looks is False and rows != "dense":
             client.drop_table()
-        head, encoder, losses = make_head(rows, **settings), Encoder(), []
+        head, encoder, result = make_head(rows, **settings), Encoder(), Result()
 
-        def look(head: ClassifierHead = head, looks: bool = looks) -> None:
+        def look_at_times(head: ClassifierHead = head, looks: bool = looks) -> None:
             if looks and head.num_steps in (0, 3):
                 head.eval()
                 head.evaluate(QUERIES, IDS)
@@ -129,21 +130,20 @@ def test_training_is_the_same_to_the_last_bit(
                 head.predict(QUERIES, 2)
                 head.train()
 
-        look()
+        look_at_times()
         for ids, batch in head.announced(windows(head)):
-            look()
+            look_at_times()
             loss = head(encoder.module(batch), ids)
-            look()
+            look_at_times()
             loss.backward()
-            look()
+            look_at_times()
             encoder.update(0.1)
             head.step(0.3)
-            losses.append(loss.item())
-        results.append((losses, head.rows(range(NUM_CLASSES)), encoder.weight()))
+            result.losses.append(loss.item())
+        result.rows, result.encoder = head.rows(range(NUM_CLASSES)), encoder.weight()
+        results.append(result)
         head.close()
-    assert results[0][0] == results[1][0]
-    assert torch.equal(results[0][1], results[1][1])
-    assert torch.equal(results[0][2], results[1][2])
+    results[0].assert_same(results[1])
 
 
 def look(head: ClassifierHead) -> list[Any]:
@@ -212,23 +212,13 @@ def test_looking_before_the_sampler_is_made_chooses_no_blocks(
 ) -> None:
     """Those of the table decide which negatives are sampled together."""
     settings: dict[str, Any] = {"num_negatives": 200, "negatives": "uniform", "rows": rows}
-    losses = []
-    for looks in (True, False):
-        with ClassifierHead(2_000, DIM, **settings, servers=None if rows == "dense" else cluster.addresses) as head:
-            if looks:
-                head.evaluate(QUERIES, IDS)
-                with pytest.raises(NoTableError):
-                    client.describe()
-            for ids in head.sampler(window_size=400, window_stride=100, batch_size=16):
-                losses.append(head(torch.ones(len(ids), DIM, requires_grad=True), ids))
-                losses[-1].backward()
-                head.step(0.3)
-                if head.num_steps == 3:
-                    break
-            assert head.spec.rows_per_block == 63
-        if rows != "dense":
-            client.drop_table()
-    assert losses[:3] == losses[3:]
+    with ClassifierHead(2_000, DIM, **settings, servers=None if rows == "dense" else cluster.addresses) as head:
+        head.evaluate(QUERIES, IDS)
+        with pytest.raises(NoTableError):
+            client.describe()
+        head.sampler(window_size=400, window_stride=100, batch_size=16)
+        head.open()
+        assert head.spec.rows_per_block == 63
 
 
 def test_a_head_in_eval_mode_does_not_train(make_head: MakeHead, embeddings: Tensor) -> None:
