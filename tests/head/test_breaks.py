@@ -194,11 +194,6 @@ def own_threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith(names)}
 
 
-def await_end(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=60)
-    assert not alive
-
-
 @pytest.mark.guard
 @pytest.mark.parametrize("how", ["close", "collected", "in vain"])
 def test_nothing_outlives_the_head(tmp_path: Path, how: str) -> None:
@@ -231,7 +226,7 @@ def test_nothing_outlives_the_head(tmp_path: Path, how: str) -> None:
     else:
         del head, loader
         gc.collect()
-    await_end(shards)
+    assert not psutil.wait_procs(shards, timeout=60)[1]
     assert not own_threads()
 
 

@@ -888,10 +888,9 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def same(self) -> None:
         """Compares the shards with the model."""
-        for number in self.changed if hasattr(self, "changed") else ():
+        while changed := getattr(self, "changed", None):
+            number = changed.pop()
             self.compare(self.shards[number], self.cluster.processes[number].shard)
-        if hasattr(self, "changed"):
-            self.changed.clear()
 
     def compare(self, model: ShardModel, shard: Shard) -> None:
         """Compares everything that can be read from a shard."""

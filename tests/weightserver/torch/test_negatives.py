@@ -117,8 +117,5 @@ def test_every_row_and_pair_of_blocks_is_sampled_equally_often(num_blocks: int) 
     ],
 )
 def test_impossible_sizes_are_refused(negatives: Negatives, num_active: int, share: float, message: str) -> None:
-    def check() -> None:
-        NegativeSampler(num_active, num_rows=100, rows_per_block=5, kind=negatives, recent_share=share).check(8)
-
     with pytest.raises(ValueError, match=message):
-        check()
+        NegativeSampler(num_active, num_rows=100, rows_per_block=5, kind=negatives, recent_share=share).check(8)
