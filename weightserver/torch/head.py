@@ -654,14 +654,15 @@ class ClassifierHead(nn.Module):
     # ---- states
 
     def flush(self) -> None:
-        """Returns once this rank's updates are durable on the servers; dense rows are not stored."""
+        """Returns once this rank's updates are durable on the servers, for which resident rows of bfloat16 are rounded;
+        dense rows are not stored."""
         self._table.flush()
 
     def rows(self, ids: Any) -> Tensor:
         """The rows of classes (integers (n,), any order) after all updates so far: float32 (n, D), on the CPU.
 
-        All ranks call it, with any classes; it makes every rank's updates durable. Until the head trains, it changes
-        nothing, as `evaluate`.
+        All ranks call it, with any classes; it makes every rank's updates durable, for which resident rows of bfloat16
+        are rounded: later steps then differ by this rounding. Until the head trains, it changes nothing, as `evaluate`.
         """
         read = None if self._table.is_open else self._reader()
         with self._agreement(Doing.READS):
