@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -17,8 +17,10 @@ from safetensors.numpy import load_file
 
 from tests.helpers.comparing import same
 from tests.helpers.fake_context import FakeContext
-from tests.helpers.operations import Weightserver
+from tests.helpers.operations import Weightserver, assert_one_line
 from tests.helpers.stored import put
+from tests.integration.handlers import Handlers, handlers
+from tests.integration.tables import SLOW, begin
 from weightserver import (
     Checkpoint,
     FencedError,
@@ -34,24 +36,16 @@ from weightserver.client.connection import ShardConnection
 from weightserver.operations.export import export_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import rows_to_proto
-from weightserver.server.metrics import ShardMetrics
-from weightserver.server.request_memory import RequestMemory
-from weightserver.server.service import WeightServerService
-from weightserver.shard.group_commit import Committer
-from weightserver.shard.shard import Shard
-from weightserver.storage import lmdb_storage
+from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.lmdb_transaction import LmdbTransaction
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 ROWS = np.arange(SPEC.num_rows)
-RATES = np.full(100, 0.1, np.float32)
 
 
 @pytest.fixture
 def writer(client: WeightClient) -> WeightClient:
-    client.create_table(SPEC)
-    client.extend_schedule(0, RATES)
-    client.open_session("checkpoints")
+    begin(client, SPEC, session="checkpoints")
     return client
 
 
@@ -110,48 +104,44 @@ def test_bad_names_and_steps(writer: WeightClient) -> None:
     assert writer.checkpoints() == []
 
 
-def test_a_checkpoint_request_that_comes_late_takes_no_later_rows(
+@pytest.fixture
+def before_shard_1(
     writer: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shard 0 has taken it; the request to shard 1 is held up until another writer has gone on."""
-    push(writer, 0)
-    call = ShardConnection.call
+) -> list[Callable[[WeightClient], object]]:
+    """What another client of the session does, once, when shard 0 has taken a checkpoint and shard 1 has not."""
+    actions, call = list[Callable[[WeightClient], object]](), ShardConnection.call
 
-    def late(self: ShardConnection, method: str, request: Any, **options: Any) -> Any:
-        if method == "Checkpoint" and self.shard == 1:
+    def acts(self: ShardConnection, method: str, request: Any, **options: Any) -> Any:
+        if method == "Checkpoint" and self.shard == 1 and actions:
             with WeightClient(cluster.addresses) as other:
                 other.open_session("test", join=writer.describe().epoch)
-                push(other, 0)
+                actions.pop()(other)
         return call(self, method, request, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardConnection, "call", late)
-        with pytest.raises(InvalidRequestError, match=r"shard 1 at .* rows were written since .*'half' was begun"):
-            writer.checkpoint("half", step=1)
+    monkeypatch.setattr(ShardConnection, "call", acts)
+    return actions
+
+
+def test_a_checkpoint_request_that_comes_late_takes_no_later_rows(
+    writer: WeightClient, before_shard_1: list[Callable[[WeightClient], object]]
+) -> None:
+    push(writer, 0)
+    before_shard_1.append(lambda other: push(other, 0))
+    with pytest.raises(InvalidRequestError, match=r"shard 1 at .* rows were written since .*'half' was begun"):
+        writer.checkpoint("half", step=1)
     assert writer.checkpoints() == []
     writer.checkpoint("whole", step=1)
     assert writer.checkpoints() == [Checkpoint("whole", 1)]
 
 
 def test_a_checkpoint_is_taken_by_a_shard_that_restarts_meanwhile(
-    writer: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    writer: WeightClient, cluster: LocalCluster, before_shard_1: list[Callable[[WeightClient], object]]
 ) -> None:
     """Its last commit, as of what releases a checkpoint, was made after the request's marks and changed no row."""
     push(writer, 0)
     writer.checkpoint("before", step=1)
-    call = ShardConnection.call
-
-    def restarted(self: ShardConnection, method: str, request: Any, **options: Any) -> Any:
-        if method == "Checkpoint" and self.shard == 1:
-            with WeightClient(cluster.addresses) as other:
-                other.open_session("test", join=writer.describe().epoch)
-                other.release("before")
-            cluster.restart(1)
-        return call(self, method, request, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardConnection, "call", restarted)
-        writer.checkpoint("whole", step=1)
+    before_shard_1.append(lambda other: (other.release("before"), cluster.restart(1)))
+    writer.checkpoint("whole", step=1)
     assert writer.checkpoints() == [Checkpoint("whole", 1)]
 
 
@@ -188,13 +178,11 @@ def test_a_rollback_refused_by_every_shard_stops_no_writer(
 class Looking:
     """A shard whose look for lost writes, before a checkpoint, lasts until `go`."""
 
-    def __init__(self, shard: Shard, committer: Committer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.shard, self.began, self.go, self.num_looks = shard, threading.Event(), threading.Event(), 0
-        self.service = WeightServerService(
-            shard, committer, ShardMetrics(shard=0, num_shards=1, version="0"), RequestMemory(64 << 20)
-        )
-        committer.submit(lambda batch: batch.create_table(SPEC)).result(60)
-        committer.submit(lambda batch: batch.open_session("run", 1, b"o" * 16)).result(60)
+    def __init__(self, served: Handlers, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shard, self.service = served.shard, served.service
+        self.began, self.go, self.num_looks = threading.Event(), threading.Event(), 0
+        served.do(lambda batch: batch.create_table(SPEC))
+        served.do(lambda batch: batch.open_session("run", 1, b"o" * 16))
         look = LmdbTransaction.check_contents
 
         def slowly(txn: LmdbTransaction) -> None:
@@ -206,30 +194,24 @@ class Looking:
         monkeypatch.setattr(LmdbTransaction, "check_contents", slowly)
 
     def header(self, writer: bytes, step: int) -> pb.WriteHeader:
-        rates = pb.Rates(learning_rates=RATES[:5].tobytes())
-        return pb.WriteHeader(
-            epoch=1, session_id=b"o" * 16, writer=writer, sequence=1, step=step, num_rows=2, num_blocks=1, rates=rates
-        )
+        rates = pb.Rates(learning_rates=SLOW[:5].tobytes())
+        return pb.WriteHeader(epoch=1, session_id=b"o" * 16, writer=writer, sequence=1, step=step, rates=rates)
 
     def push(self) -> bool:
         header, rows = self.header(b"p" * 16, 0), rows_to_proto(np.arange(2))
+        header.num_rows, header.num_blocks = 2, 1
         message = pb.PushGradientsRequest(header=header, rows=rows, gradients=bytes(2 * 4 * SPEC.dim))
         return not self.service.PushGradients(iter([message]), FakeContext()).duplicate
 
     def checkpoint(self, context: FakeContext) -> bool:
-        header = self.header(b"c" * 16, 1)
-        header.ClearField("num_rows")
-        header.ClearField("num_blocks")
-        request = pb.CheckpointRequest(header=header, name="kept", identity=b"i" * 16)
+        request = pb.CheckpointRequest(header=self.header(b"c" * 16, 1), name="kept", identity=b"i" * 16)
         return not self.service.Checkpoint(request, context).duplicate
 
 
 @pytest.fixture
 def looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Looking]:
-    with closing(lmdb_storage.LmdbStorage(tmp_path)) as storage:
-        shard = Shard(storage, shard=0, num_shards=1)
-        with closing(Committer(shard.batch)) as committer:
-            yield Looking(shard, committer, monkeypatch)
+    with closing(LmdbStorage(tmp_path)) as storage, handlers(storage) as served:
+        yield Looking(served, monkeypatch)
 
 
 def test_writes_go_on_while_a_checkpoint_looks_for_lost_ones(looking: Looking) -> None:
@@ -281,7 +263,7 @@ def test_a_killed_reader_holds_no_space(tmp_path: Path) -> None:
         "with lmdb.open(sys.argv[1], readonly=True, max_dbs=5, lib_version=0).begin() as txn:\n"
         "    next(iter(txn.cursor())); os.kill(os.getpid(), 9)"
     )
-    kept = lmdb_storage.LmdbStorage(tmp_path)
+    kept = LmdbStorage(tmp_path)
     sizes = []
     for number in range(200):
         with kept.write() as txn:
@@ -323,7 +305,7 @@ def test_a_checkpoint_is_exported_while_training_continues(
 
     def train() -> int:
         step = 4
-        while not done.is_set() and step < len(RATES):
+        while not done.is_set() and step < len(SLOW):
             push(writer, step)
             step += 1
         return step
@@ -352,12 +334,9 @@ def test_the_command_line_lists_and_rolls_back(
     push(writer, 7)
 
     assert weightserver("checkpoints", *cluster.addresses) == (0, "kept\tstep 1\n", "")
-    status, _, error = weightserver("rollback", "lost", *cluster.addresses)
-    assert (status, error.count("\n")) == (1, 1)
-    assert "no checkpoint 'lost' on all shards" in error
-    status, _, error = weightserver("rollback", "kept", *cluster.addresses)
-    assert status == 1
-    assert "would undo run 'checkpoints' from step 8 to 1: give --yes" in error
+    assert_one_line(weightserver("rollback", "lost", *cluster.addresses), "no checkpoint 'lost' on all shards")
+    would = "would undo run 'checkpoints' from step 8 to 1: give --yes"
+    assert_one_line(weightserver("rollback", "kept", *cluster.addresses), would)
     assert weightserver("rollback", "kept", *cluster.addresses, "--yes") == (0, "rolled back to step 1\n", "")
     assert same(writer.fetch_state(ROWS), kept)
     with pytest.raises(FencedError):
@@ -374,12 +353,10 @@ def test_a_checkpoint_of_some_shards_only_is_told_and_can_be_forgotten(
 
     status, listed, remark = weightserver("checkpoints", *cluster.addresses)
     assert (status, listed) == (0, "")
-    assert (
-        "only shards [1] keep checkpoint 'half': 'weightserver release' forgets it if a checkpoint() failed\n" in remark
-    )
-    status, _, error = weightserver("rollback", "half", *cluster.addresses, "--yes")
-    assert (status, error.count("\n")) == (1, 1)
-    assert "only shards [1] keep checkpoint 'half', as after a checkpoint() that failed on others" in error
+    who = "only shards [1] keep checkpoint 'half'"
+    assert f"{who}: 'weightserver release' forgets it if a checkpoint() failed\n" in remark
+    message = f"{who}, as after a checkpoint() that failed on others"
+    assert_one_line(weightserver("rollback", "half", *cluster.addresses, "--yes"), message)
     with pytest.raises(NoTableError, match=r"only shards \[1\] keep checkpoint 'half'"):
         writer.rollback("half")
     assert weightserver("release", "half", *cluster.addresses) == (0, "released half\n", "")

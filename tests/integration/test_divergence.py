@@ -4,7 +4,6 @@ that is infinite or NaN is neither answered nor stored."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import grpc
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.raw_calls import raw_channel, stub
+from tests.integration.tables import begin, everything
 from weightserver import LocalCluster, StepError, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -24,13 +24,6 @@ LIMIT = 24.0
 RATES = np.linspace(4, 0.01, 100, dtype=np.float32)
 ROWS = np.arange(SPEC.num_rows)
 LARGEST = float(np.finfo(np.float32).max)
-
-
-def begin(client: WeightClient, correction: bool | Literal["paper"]) -> None:
-    """Makes a table with an open session and no stored rows."""
-    client.create_table(replace(SPEC, correction=correction))
-    client.extend_schedule(0, RATES)
-    client.open_session("diverging")
 
 
 def write(client: WeightClient, row: int, weight: float, momentum_buffer: float, last_step: int = 0) -> None:
@@ -53,20 +46,16 @@ def largest_of_sgd(weight: float, momentum_buffer: float, rates: npt.NDArray[np.
 
 
 def assert_push_is_refused(client: WeightClient, rows: list[int], *, step: int, match: str, size: float = 1.0) -> None:
-    """The whole write is refused although its other rows would be valid: rows, clock and number of rows stay."""
-    before, info = client.fetch_state(ROWS), client.describe()
+    """The whole write is refused although its other rows would be valid."""
+    before = everything(client)
     with pytest.raises(StepError, match=match):
         client.push_gradients(rows, np.full((len(rows), SPEC.dim), size, np.float32), step=step)
-    after = client.fetch_state(ROWS)
-    for name in ("weight", "momentum_buffer", "last_step"):
-        assert getattr(after, name).tobytes() == getattr(before, name).tobytes()
-    assert client.describe().clock == info.clock
-    assert client.describe().rows_stored == info.rows_stored
+    assert everything(client) == before
 
 
 def test_unstable_learning_rates_are_refused_when_they_are_given(cluster: LocalCluster, client: WeightClient) -> None:
     """By the client before it sends them, and by the shards; an unstable update would make rows grow for ever."""
-    begin(client, True)
+    begin(client, SPEC, RATES)
     growing = largest_of_sgd(1.0, 0.0, np.full(3_000, LIMIT * 1.001, np.float32))
     assert growing[-1] > growing[100] > growing[10] > 1
     told = r"the learning rate 24 of step 102 makes rows grow .* momentum 0.5 and weight decay 0.125 .* less than 24"
@@ -81,9 +70,7 @@ def test_unstable_learning_rates_are_refused_when_they_are_given(cluster: LocalC
 
 
 def test_without_weight_decay_every_learning_rate_is_stable(client: WeightClient) -> None:
-    client.create_table(replace(SPEC, weight_decay=0.0))
-    client.extend_schedule(0, np.full(20, LARGEST, np.float32))
-    client.open_session("huge")
+    begin(client, replace(SPEC, weight_decay=0.0), np.full(20, LARGEST, np.float32))
     assert (client.fetch(ROWS, step=20) == initial_rows(SPEC, ROWS)).all()
     write(client, 3, 1.0, 2.0)
     with pytest.raises(StepError, match="row 3 would be infinite or NaN after update 9"):
@@ -92,7 +79,7 @@ def test_without_weight_decay_every_learning_rate_is_stable(client: WeightClient
 
 def test_rows_beyond_float32_are_neither_answered_nor_stored(client: WeightClient) -> None:
     """Rows of any size, corrected to any step: the row as in exact arithmetic, or an error that names it."""
-    begin(client, True)
+    begin(client, SPEC, RATES)
     for row, share in enumerate(np.linspace(0.21, 0.99, 9).tolist()):
         write(client, row, share * LARGEST, -share * LARGEST)
         sizes = largest_of_sgd(share * LARGEST, -share * LARGEST, RATES)
@@ -109,9 +96,7 @@ def test_rows_beyond_float32_are_neither_answered_nor_stored(client: WeightClien
                 assert max(sizes) > LARGEST  # a product on the way may be beyond float32, and the row not
                 assert f"row {row} would be infinite or NaN after update {step - 1}, nothing was" in error
     assert_push_is_refused(client, [9, 8], step=2, match="row 8 would be infinite or NaN after update 2,")
-    assert_push_is_refused(
-        client, [20], step=2, size=LARGEST / 2, match="row 20 would be infinite or NaN after update 2,"
-    )
+    assert_push_is_refused(client, [20], step=2, size=LARGEST / 2, match="row 20 would be infinite .* after update 2,")
     client.checkpoint("kept", step=2)
     write(client, 8, LARGEST, LARGEST, 100)
     assert (client.fetch([8], step=100) == np.float32(LARGEST)).all()
@@ -120,18 +105,16 @@ def test_rows_beyond_float32_are_neither_answered_nor_stored(client: WeightClien
 
 
 def test_late_gradients_beyond_float32_are_refused(client: WeightClient) -> None:
-    begin(client, True)
+    begin(client, SPEC, RATES)
     for row in (3, 4):
         write(client, row, 1.0, 0.0, 12)
-    assert_push_is_refused(
-        client, [3, 4], step=10, size=LARGEST, match="row 3 would be infinite or NaN after update 11, "
-    )
+    assert_push_is_refused(client, [3, 4], step=10, size=LARGEST, match="row 3 would be infinite .* after update 11, ")
     client.push_gradients([3, 4], np.ones((2, 2), np.float32), step=10)
     assert np.isfinite(client.fetch([3, 4], step=100)).all()
 
 
 def test_the_papers_correction_is_checked_too(client: WeightClient) -> None:
-    begin(client, "paper")
+    begin(client, replace(SPEC, correction="paper"), RATES)
     write(client, 5, LARGEST, -LARGEST)
     with pytest.raises(StepError, match="row 5 would be infinite or NaN after update 1,"):
         client.fetch([5], step=2)
@@ -139,7 +122,7 @@ def test_the_papers_correction_is_checked_too(client: WeightClient) -> None:
 
 
 def test_without_correction_rows_stand_still_and_only_updates_may_overflow(client: WeightClient) -> None:
-    begin(client, False)
+    begin(client, replace(SPEC, correction=False), RATES)
     assert (client.fetch(ROWS, step=100) == initial_rows(SPEC, ROWS)).all()
     client.push_gradients([5], np.ones((1, 2), np.float32), step=20)
     assert_push_is_refused(

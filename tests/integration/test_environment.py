@@ -6,7 +6,7 @@ import errno
 import fcntl
 import json
 import os
-import resource
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +19,7 @@ import pytest
 
 from tests.helpers.commands import weightserver
 from tests.helpers.failing_disk import FailingDisk
+from tests.helpers.secure_shards import served
 from tests.helpers.watching import metric, wait_until
 from weightserver import StorageError
 from weightserver.common.atomic_files import directory_lock
@@ -27,6 +28,8 @@ from weightserver.storage.lmdb_storage import LmdbStorage
 AS_ROOT = os.geteuid() == 0
 NOBODY = 54_321
 """A user without an entry in /etc/passwd."""
+TRAINER = [sys.executable, "-m", "trainer", "synthetic", "--num-images", "512", "--batch-size", "64"]
+TRAINER += ["--num-negatives", "128", "--window-size", "256", "--window-stride", "64", "--encoder.name", "none"]
 
 
 def serve(directory: Path, *more: str) -> list[str]:
@@ -79,9 +82,8 @@ def test_a_shard_that_is_the_first_process_ends_at_sigterm(is_serving: bool, tmp
 @pytest.mark.guard
 @pytest.mark.parametrize("is_training", [False, True], ids=["starting", "training"])
 def test_a_trainer_that_is_the_first_process_ends_at_sigterm(is_training: bool, tmp_path: Path) -> None:
-    output, small = tmp_path / "run", "--num-images 512 --batch-size 64 --num-negatives 128 --window-size 256"
-    small += " --window-stride 64 --steps 1000000 --encoder.name none --log-every 1 --no-evaluate"
-    command = [sys.executable, "-m", "trainer", "synthetic", *small.split(), "--output", str(output)]
+    output = tmp_path / "run"
+    command = [*TRAINER, "--steps", "1000000", "--log-every", "1", "--no-evaluate", "--output", str(output)]
     with first_process(command) as (process, pid):
         wait_until(lambda: not AS_ROOT or handles_sigterm(pid))
         if is_training:
@@ -99,15 +101,9 @@ def test_another_services_folder_of_metrics_is_left_alone(folder: str, tmp_path:
     (tmp_path / "other").mkdir()
     program = "import sys; from weightserver import *\nwith WeightClient(sys.argv[1:]) as client: client.drop_table()"
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / folder)}
-    command = serve(tmp_path / "data")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as shard:
-        assert shard.stdout is not None
-        try:
-            addresses = json.loads(shard.stdout.readline())
-            assert metric(addresses["metrics_address"], "weightserver_serving") == 1
-            subprocess.run([sys.executable, "-c", program, addresses["address"]], env=environment, check=True)
-        finally:
-            shard.terminate()
+    with served({"shard": []}, environment) as shards:
+        assert metric(shards["shard"].metrics_address, "weightserver_serving") == 1
+        subprocess.run([sys.executable, "-c", program, shards["shard"].address], env=environment, check=True)
     assert not list((tmp_path / "other").iterdir())
 
 
@@ -125,9 +121,7 @@ def test_a_trainer_without_a_home_or_a_name_trains(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "TMPDIR": str(output)}
     environment |= {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
     environment["PROMETHEUS_MULTIPROC_DIR"] = str(other)
-    small = ["--num-images", "512", "--batch-size", "64", "--num-negatives", "128", "--window-size", "256"]
-    small += ["--window-stride", "64", "--steps", "3", "--encoder.name", "none", "--output", str(output / "a")]
-    command = [*as_nobody, sys.executable, "-m", "trainer", "synthetic", *small]
+    command = [*as_nobody, *TRAINER, "--steps", "3", "--output", str(output / "a")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -136,21 +130,17 @@ def test_a_trainer_without_a_home_or_a_name_trains(tmp_path: Path) -> None:
     assert not list(other.iterdir())
 
 
-def serve_here(directory: Path) -> str:
-    """Begins and ends to serve a directory in this process; returns its error."""
-    with pytest.raises(StorageError) as refused:
-        LmdbStorage(directory)
-    return str(refused.value)
-
-
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks_is_refused(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuses)
-    reason = f"has no locks ({os.strerror(number)}): use "
-    assert f"the file system of {tmp_path}/owner.lock {reason}a local disk" in serve_here(tmp_path)
+    reason = re.escape(
+        f"the file system of {tmp_path}/owner.lock has no locks ({os.strerror(number)}): use a local disk"
+    )
+    with pytest.raises(StorageError, match=reason):
+        LmdbStorage(tmp_path)
     with pytest.raises(OSError, match=r"the file system of .* has no locks"), directory_lock(tmp_path / "other"):
         pass
 
@@ -168,30 +158,18 @@ def test_a_file_system_without_writable_maps_is_refused(tmp_path: Path, monkeypa
 def test_a_path_that_the_locale_cannot_spell_is_served(tmp_path: Path) -> None:
     directory = tmp_path / "gewichte-\u00fcber"
     environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    with subprocess.Popen(serve(directory), env=environment, stdout=subprocess.PIPE, text=True) as shard:
-        assert shard.stdout is not None
-        address = json.loads(shard.stdout.readline())["address"]
-        assert weightserver("health", address, environment=environment)[0] == 0
-        shard.terminate()
+    with served({"shard": ["--data-dir", str(directory)]}, environment) as shards:
+        assert weightserver("health", shards["shard"].address, environment=environment)[0] == 0
     for program in ("inspect", "verify"):
         status, _, errors = weightserver(program, directory, environment=environment)
         assert status == 0, errors
 
 
 @pytest.mark.guard
-def test_few_descriptors_are_told_at_the_start(tmp_path: Path) -> None:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-
-    command = serve(tmp_path)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit
-    ) as shard:
-        assert shard.stdout is not None
-        assert shard.stderr is not None
-        shard.stdout.readline()
-        shard.terminate()
-        assert "only 200 files may be open, and each connection is one: raise ulimit -n" in shard.stderr.read()
+def test_few_descriptors_are_told_at_the_start() -> None:
+    with served({"shard": []}, inside=["sh", "-c", 'ulimit -n 200; exec "$@"', "sh"]) as shards:
+        told = "only 200 files may be open, and each connection is one: raise ulimit -n"
+        assert told in shards["shard"].log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,8 @@ from tests.helpers.comparing import rows_in, same
 from tests.helpers.dense_sgd import Oracle
 from tests.helpers.operations import Weightserver, assert_one_line, reshard_all, targets_in
 from tests.helpers.row_model import schedule
-from weightserver import (
-    LocalCluster,
-    RowState,
-    TableSpec,
-    WeightClient,
-)
+from tests.integration.tables import begin
+from weightserver import LocalCluster, RowState, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
@@ -33,12 +29,6 @@ LARGER = replace(SPEC, num_rows=263)  # neither ends with a block
 OLD, ALL = np.arange(SPEC.num_rows), np.arange(LARGER.num_rows)
 NUM_STEPS, GROWN_AT = 60, 20
 RATES = schedule(NUM_STEPS)
-
-
-def open_table(client: WeightClient, spec: TableSpec) -> int:
-    client.create_table(spec)
-    client.extend_schedule(0, RATES)
-    return client.open_session("test")
 
 
 def gradients(step: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,9 +47,9 @@ def push(client: WeightClient, step: int, num_rows: int) -> None:
 def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient, cluster: LocalCluster) -> None:
     """Compares with dense SGD over all rows, and bit for bit with a table created with them."""
     oracle = Oracle(LARGER, RATES)
-    epoch = open_table(client, SPEC)
+    epoch = begin(client, SPEC, RATES)
     with WeightClient(cluster.addresses) as small:  # knows the smaller table, and continues with it
-        small.open_session("test", join=epoch)
+        small.open_session("run", join=epoch)
         small.extend_schedule(0, RATES)
         for step in range(NUM_STEPS):
             if step == GROWN_AT:
@@ -85,7 +75,7 @@ def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient
     late = client.fetch_state([200])
 
     client.drop_table()
-    open_table(client, LARGER)
+    begin(client, LARGER, RATES)
     for step in range(NUM_STEPS):
         push(client, step, 100 if step < GROWN_AT or step % 2 else 263)
     assert same(client.fetch_state(ALL), grown)
@@ -99,7 +89,7 @@ def test_operations_on_a_grown_table(tmp_path: Path, weightserver: Weightserver)
     which the other tests of operations do not have."""
     small, larger = (replace(spec, dtype="bfloat16") for spec in (SPEC, LARGER))
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
-        open_table(client, small)
+        begin(client, small, RATES)
         push(client, 0, 100)
         client.checkpoint("before", step=1)
         before = client.fetch_state(OLD)
@@ -120,11 +110,8 @@ def test_operations_on_a_grown_table(tmp_path: Path, weightserver: Weightserver)
         client.rollback("after")
         assert same(client.fetch_state(ALL), after)
         reshard_all(client, targets_in(tmp_path / "three", 3), rows_per_block=4)
-    assert [read_backup(Folder(tmp_path / name)).spec.num_rows for name in ("small", "late", "large")] == [
-        100,
-        263,
-        263,
-    ]
+    sizes = [read_backup(Folder(tmp_path / name)).spec.num_rows for name in ("small", "late", "large")]
+    assert sizes == [100, 263, 263]
 
     old, copied, three = (targets_in(tmp_path / name, n) for name, n in (("old", 2), ("copied", 2), ("three", 3)))
     assert [inspect_directory(directory)["spec"]["num_rows"] for directory in old] == [263, 263]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.failing_disk import META, FailingDisk
+from tests.integration.tables import begin
 from weightserver import LocalCluster, TableSpec, WeightClient, WeightServerError
 
 SPEC = TableSpec(num_rows=60, dim=8, rows_per_block=10, momentum=0.0, weight_decay=0.0, init_std=0.0)
@@ -37,9 +38,7 @@ def cluster(disk: FailingDisk, tmp_path: Path) -> Iterator[LocalCluster]:
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[WeightClient]:
     with WeightClient(cluster.addresses, timeout_seconds=60, retry_seconds=0) as client:
-        client.create_table(SPEC)
-        client.extend_schedule(0, np.ones(1000, np.float32))
-        client.open_session("run")
+        begin(client, SPEC, np.ones(1000, np.float32))
         yield client
 
 

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -27,16 +27,15 @@ from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.raw_calls import raw_channel, stub
 from tests.helpers.schedules import used_by
 from tests.helpers.stored import decoded
+from tests.integration.handlers import Handlers, handlers
+from tests.integration.tables import everything
 from weightserver import LocalCluster, TableSpec, WeightClient, __version__
 from weightserver.core.errors import StepError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_number
 from weightserver.server.admission import BASE_BYTES
-from weightserver.server.metrics import ShardMetrics
-from weightserver.server.request_memory import RequestMemory
-from weightserver.server.service import NAME, WeightServerService, add_to_server
+from weightserver.server.service import NAME, add_to_server
 from weightserver.shard.changes import ShardChange
-from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
 
@@ -152,14 +151,7 @@ class Inputs:
 
     def _integer(self, name: str) -> int:
         r = self._random
-        right = {
-            "epoch": self._epoch,
-            "table": self.table,
-            "num_rows": 2,
-            "num_blocks": 2,
-            "start": 0,
-            "digest": 0,
-        }
+        right = {"epoch": self._epoch, "table": self.table, "num_rows": 2, "num_blocks": 2, "start": 0, "digest": 0}
         if r.random() < 0.85 and name in right:
             return right[name]
         if r.random() < 0.7:
@@ -228,15 +220,11 @@ class Caller(FakeContext):
 class InProcess:
     """A shard's handlers, without a channel or a disk."""
 
-    def __init__(self) -> None:
-        self.shard = Shard(MemoryStorage(), shard=0, num_shards=2)
+    def __init__(self, served: Handlers) -> None:
+        self.shard, self.memory, self.do = served.shard, served.memory, served.do
         self._specs = itertools.cycle(SPECS)
-        self.committer, self.memory = Committer(self.shard.batch), RequestMemory(MEMORY_MIB << 20)
-        service = WeightServerService(
-            self.shard, self.committer, ShardMetrics(shard=0, num_shards=2, version="0"), self.memory
-        )
         registered: list[Any] = []
-        add_to_server(service, SimpleNamespace(add_generic_rpc_handlers=registered.extend))
+        add_to_server(served.service, SimpleNamespace(add_generic_rpc_handlers=registered.extend))
         self._handlers = {}
         for method in METHODS:
             details = SimpleNamespace(method=f"/{NAME}/{method.name}", invocation_metadata=())
@@ -245,16 +233,12 @@ class InProcess:
 
     def prepare(self) -> None:
         """Makes a table and a session, whose epoch is 1 at first."""
-
-        def do(operation: Callable[[Any], Any]) -> None:
-            self.committer.submit(operation).result(10)
-
         if self.shard.spec is None:
             spec = next(self._specs)
-            do(lambda batch: batch.create_table(spec, bytes([1]) * 16))  # one that requests may name
-            do(lambda batch: batch.open_session("fuzz", self.shard.state.epoch + 1, b"o" * 16))
+            self.do(lambda batch: batch.create_table(spec, bytes([1]) * 16))  # one that requests may name
+            self.do(lambda batch: batch.open_session("fuzz", self.shard.state.epoch + 1, b"o" * 16))
             header = WriteHeader(self.shard.state.epoch, b"o" * 16, b"p" * 16, 1, 0)
-            do(lambda batch: batch.checkpoint(header, "a"))  # before there are rows, as later ones are often refused
+            self.do(lambda batch: batch.checkpoint(header, "a"))  # before there are rows: later ones are often refused
 
     def call(self, method: Any, messages: list[bytes], metadata: Metadata = ((VERSION_KEY, __version__),)) -> Caller:
         handler, context = self._handlers[method.name], Caller(metadata)
@@ -268,86 +252,90 @@ class InProcess:
         return context
 
 
+@pytest.fixture
+def in_process() -> Iterator[InProcess]:
+    with handlers(MemoryStorage(), num_shards=2) as served:
+        yield InProcess(served)
+
+
 @pytest.mark.parametrize("count", [5_000, pytest.param(200_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-def test_handlers(count: int) -> None:
+def test_handlers(count: int, in_process: InProcess) -> None:
     """The session's epoch may be guessed, so many requests succeed; rows stay finite and every reservation is ended."""
-    place = InProcess()
-    try:
-        answers: Counter[tuple[str, str]] = Counter()
-        lost = 0
-        inputs = Inputs(seed=0, epoch=0)
-        for number in range(count):
-            state = place.shard.state
-            inputs._epoch, inputs.session_id, inputs.mark = state.epoch, bytes.fromhex(state.session_id), state.mark
-            if number % 500 == 499 or (
-                place.shard.spec not in SPECS and (place.shard.spec is None or number % 50 == 0)
-            ):
-                place.committer.submit(ShardChange.drop_table).result(10)
-                place.prepare()
-            inputs.spec = place.shard.spec
-            inputs.table = table_number(place.shard.spec, place.shard.table_identity) if place.shard.spec else 0
-            (method, messages), before = inputs.request(), place.shard.state
-            metadata, refusals = inputs.metadata(before.mark)
-            outcome = place.call(method, messages, metadata)
-            told = (number, method.name, outcome.status, outcome.details, messages, metadata)
-            assert outcome.status not in FORBIDDEN - refusals, told
-            assert "\n" not in outcome.details, outcome.details
-            assert len(outcome.details) < 2000, told
-            if refusals:
-                assert outcome.status in {*refusals, "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}, told
-                assert place.shard.state == before, told
-            if outcome.status == "OK":
-                assert outcome.mark == place.shard.state.mark, told
-            assert place.memory.used_bytes == 0
-            answers[method.name, outcome.status] += 1
-            lost += outcome.status == "DATA_LOSS"
-        succeeded = {method for method, status in answers if status == "OK"}
-        assert succeeded == {method.name for method in METHODS}
-        assert lost > count // 200
-        if place.shard.spec in SPECS:
-            rows = np.flatnonzero((np.arange(SPEC.num_rows) // SPEC.rows_per_block) % 2 == 0)
-            assert np.isfinite(decoded(place.shard.fetch(rows, step=None, state=True), place.shard.spec).weight).all()
-            rates = used_by(place.shard, np.full(HORIZON, 0.5)[len(place.shard.used_rates) :])
-            for row in rows:  # corrected they are finite, or the fetch says which row and update
-                try:
-                    chunks = place.shard.fetch(np.array([row]), step=HORIZON, state=True, rates=rates)
-                    part = decoded(chunks, place.shard.spec)
-                    assert np.isfinite([part.weight, part.momentum_buffer]).all()
-                except StepError as error:
-                    assert f"row {row} would be infinite or NaN after update" in str(error)  # noqa: PT017
-        place.prepare()
-        opened = place.shard.state.epoch + 1
-        for request in (
-            pb.DescribeRequest(),
-            pb.OpenSessionRequest(name="next", epoch=opened, session_id=b"n" * 16, take_over=True),
-            pb.DropTableRequest(epoch=opened),
-            pb.DescribeRequest(),
+    answers: Counter[tuple[str, str]] = Counter()
+    lost = 0
+    inputs = Inputs(seed=0, epoch=0)
+    for number in range(count):
+        state = in_process.shard.state
+        inputs._epoch, inputs.session_id, inputs.mark = state.epoch, bytes.fromhex(state.session_id), state.mark
+        if number % 500 == 499 or (
+            in_process.shard.spec not in SPECS and (in_process.shard.spec is None or number % 50 == 0)
         ):
-            method = METHODS_BY_NAME[type(request).__name__.removesuffix("Request")]
-            outcome = place.call(method, [request.SerializeToString()])
-            assert outcome.status == "OK", (method.name, outcome.details)
-    finally:
-        place.committer.close()
+            in_process.do(ShardChange.drop_table)
+            in_process.prepare()
+        inputs.spec = in_process.shard.spec
+        inputs.table = (
+            table_number(in_process.shard.spec, in_process.shard.table_identity) if in_process.shard.spec else 0
+        )
+        (method, messages), before = inputs.request(), in_process.shard.state
+        metadata, refusals = inputs.metadata(before.mark)
+        outcome = in_process.call(method, messages, metadata)
+        told = (number, method.name, outcome.status, outcome.details, messages, metadata)
+        assert outcome.status not in FORBIDDEN - refusals, told
+        assert "\n" not in outcome.details, outcome.details
+        assert len(outcome.details) < 2000, told
+        if refusals:
+            assert outcome.status in {*refusals, "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}, told
+            assert in_process.shard.state == before, told
+        if outcome.status == "OK":
+            assert outcome.mark == in_process.shard.state.mark, told
+        assert in_process.memory.used_bytes == 0
+        answers[method.name, outcome.status] += 1
+        lost += outcome.status == "DATA_LOSS"
+    succeeded = {method for method, status in answers if status == "OK"}
+    assert succeeded == {method.name for method in METHODS}
+    assert lost > count // 200
+    if in_process.shard.spec in SPECS:
+        rows = np.flatnonzero((np.arange(SPEC.num_rows) // SPEC.rows_per_block) % 2 == 0)
+        assert np.isfinite(
+            decoded(in_process.shard.fetch(rows, step=None, state=True), in_process.shard.spec).weight
+        ).all()
+        rates = used_by(in_process.shard, np.full(HORIZON, 0.5)[len(in_process.shard.used_rates) :])
+        for row in rows:  # corrected they are finite, or the fetch says which row and update
+            try:
+                chunks = in_process.shard.fetch(np.array([row]), step=HORIZON, state=True, rates=rates)
+                part = decoded(chunks, in_process.shard.spec)
+                assert np.isfinite([part.weight, part.momentum_buffer]).all()
+            except StepError as error:
+                assert f"row {row} would be infinite or NaN after update" in str(error)  # noqa: PT017
+    in_process.prepare()
+    opened = in_process.shard.state.epoch + 1
+    for request in (
+        pb.DescribeRequest(),
+        pb.OpenSessionRequest(name="next", epoch=opened, session_id=b"n" * 16, take_over=True),
+        pb.DropTableRequest(epoch=opened),
+        pb.DescribeRequest(),
+    ):
+        method = METHODS_BY_NAME[type(request).__name__.removesuffix("Request")]
+        outcome = in_process.call(method, [request.SerializeToString()])
+        assert outcome.status == "OK", (method.name, outcome.details)
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError])
 def test_an_error_of_the_shards_own_is_not_told_as_the_callers(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: type[Exception], in_process: InProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a handler or of the committer's thread; the log has its traceback."""
 
     def fails(*arguments: object, **options: object) -> None:
         raise error("a slip")
 
-    place = InProcess()
     monkeypatch.setattr(Shard, "learning_rates", fails)
     monkeypatch.setattr(ShardChange, "drop_table", fails)
-    with contextlib.closing(place.committer):
-        for name, request in (("ReadSchedule", pb.ReadScheduleRequest()), ("DropTable", pb.DropTableRequest())):
-            caplog.clear()
-            outcome = place.call(METHODS_BY_NAME[name], [request.SerializeToString()])
-            assert (outcome.status, outcome.details) == ("INTERNAL", f"shard 0 failed on {name}")
-            assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [error]
+    for name, request in (("ReadSchedule", pb.ReadScheduleRequest()), ("DropTable", pb.DropTableRequest())):
+        caplog.clear()
+        outcome = in_process.call(METHODS_BY_NAME[name], [request.SerializeToString()])
+        assert (outcome.status, outcome.details) == ("INTERNAL", f"shard 0 failed on {name}")
+        assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [error]
 
 
 @pytest.fixture(scope="module")
@@ -365,21 +353,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClust
             stub(channel).OpenSession(opening, timeout=10)
         yield cluster, client
     assert "Traceback" not in (directory / "shard-0.log").read_text()
-
-
-def everything(client: WeightClient) -> tuple[object, ...]:
-    state, info = client.fetch_state(np.arange(SPEC.num_rows)), client.describe()
-    return (
-        state.weight.tobytes(),
-        state.momentum_buffer.tobytes(),
-        state.last_step.tobytes(),
-        info.spec,
-        info.epoch,
-        info.clock,
-        info.horizon,
-        info.rows_stored,
-        client.checkpoints(),
-    )
 
 
 def own_memory(process: psutil.Process) -> int:

@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from tests.helpers.commands import weightserver
 from tests.helpers.failing_disk import FailingDisk
 from tests.helpers.watching import metric, wait_until
+from tests.integration.tables import begin
 from tests.integration.test_damage import flip
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
 from weightserver.common.metrics_http import serve_metrics
@@ -42,9 +43,7 @@ def asked(cluster: LocalCluster, path: str = "/healthz") -> tuple[int, str]:
 
 
 def fill(client: WeightClient, *, rows_per_block: int = 63) -> None:
-    client.create_table(TableSpec(num_rows=100_000, dim=32, rows_per_block=rows_per_block))
-    client.extend_schedule(0, np.full(100, 0.1, np.float32))
-    client.open_session("run")
+    begin(client, TableSpec(num_rows=100_000, dim=32, rows_per_block=rows_per_block))
     client.push_gradients(ROWS, ONES, step=0)
 
 
@@ -161,9 +160,7 @@ def test_a_damaged_block_costs_its_rows_and_a_counter_says_so(tmp_path: Path) ->
         WeightClient(cluster.addresses, retry_seconds=2) as client,
     ):
         counter = cluster.metrics_addresses[0], "weightserver_damaged_reads_total"
-        client.create_table(TableSpec(num_rows=100, dim=32, rows_per_block=50))
-        client.extend_schedule(0, np.full(10, 0.1, np.float32))
-        client.open_session("run")
+        begin(client, TableSpec(num_rows=100, dim=32, rows_per_block=50))
         client.push_gradients(ROWS[:100], ONES[:100], step=0)
         stored = client.fetch_state(ROWS[:50]).weight.tobytes()
         assert metric(*counter) == 0, "there before the first"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +22,30 @@ from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import State, put_record, read_state, write_state
 
 
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[LmdbStorage]:
+    """A shard's directory, which this process serves."""
+    with closing(LmdbStorage(tmp_path)) as storage:
+        Shard(storage, shard=0, num_shards=1)
+        yield storage
+
+
 @pytest.mark.guard
-def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
+def test_inspect_reads_one_transaction(kept: LmdbStorage, tmp_path: Path) -> None:
     """A shard writes all the time, with values of many pages."""
-    kept = LmdbStorage(tmp_path)
-    Shard(kept, shard=0, num_shards=1)
     stopped = threading.Event()
 
     def write_all_the_time() -> None:
         number = 0
         while not stopped.is_set():
             number += 1
-            names = tuple(
-                ShardCheckpoint(
-                    f"{number}", number, marks=(f"{n:016}:0",), generation=n, rows_stored=number, num_rows=9
-                )
+            of = {"rows_stored": number, "clock": number, "epoch": number, "run": f"{number}"}
+            checkpoints = tuple(
+                ShardCheckpoint(f"{number}", number, marks=(MARK,), generation=n, rows_stored=number, num_rows=9)
                 for n in range(number % 50)
             )
             with kept.write() as txn:
-                write_state(
-                    txn, State(epoch=number, run=f"{number}", clock=number, rows_stored=number, checkpoints=names)
-                )
+                write_state(txn, State(**of, checkpoints=checkpoints))  # type: ignore[arg-type]
                 put_record(txn, "writers", number.to_bytes(16), b"x" * 136)
 
     with ThreadPoolExecutor(1) as pool:
@@ -55,9 +60,10 @@ def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
             stopped.set()
         writing.result()
     assert seen["epoch"] > 10
-    kept.close()
 
 
+MARK = f"{0:016}:0"
+ABORTS = [sys.executable, "-c", "import os; os.abort()"]
 READER = """
 import json, sys
 from pathlib import Path
@@ -74,11 +80,11 @@ print("found", read_snapshot(Path(sys.argv[1]), read), flush=True)
 
 
 @pytest.mark.parametrize("num_writes", [1, 2, 100])
-def test_a_snapshot_is_read_again_once_its_pages_may_be_written_over(num_writes: int, tmp_path: Path) -> None:
+def test_a_snapshot_is_read_again_once_its_pages_may_be_written_over(
+    num_writes: int, kept: LmdbStorage, tmp_path: Path
+) -> None:
     """LMDB reuses the pages that a transaction frees two transactions later. A reader that is stopped meanwhile keeps
     none: the file does not grow."""
-    kept = LmdbStorage(tmp_path)
-    Shard(kept, shard=0, num_shards=1)
 
     def write(count: int) -> None:
         for _ in range(count):
@@ -104,30 +110,25 @@ def test_a_snapshot_is_read_again_once_its_pages_may_be_written_over(num_writes:
             reader.stdin.flush()
         assert reader.stdout.readline() == f"found {seen[-1]}\n"
     assert seen == ([20] if num_writes <= 1 else [20, 20 + num_writes])
-    kept.close()
 
 
-def test_a_reader_that_ends_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_ends_is_followed_by_another(
+    kept: LmdbStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LMDB ends a process whose pages are overwritten with what it does not expect."""
-    kept = LmdbStorage(tmp_path)
-    Shard(kept, shard=0, num_shards=1)
     run, ended = subprocess.run, list[list[str]]()
 
     def dies(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         ended.append(command)
         with kept.write() as txn:
             write_state(txn, State(epoch=len(ended)))
-        return run([sys.executable, "-c", "import os; os.abort()"] if len(ended) < 3 else command, **options)
+        return run(ABORTS if len(ended) < 3 else command, **options)
 
     monkeypatch.setattr(subprocess, "run", dies)
     assert inspect_directory(tmp_path)["epoch"] == 3
-    kept.close()
 
-    def dies_for_good(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        return run([sys.executable, "-c", "import os; os.abort()"], **options)
-
-    monkeypatch.setattr(subprocess, "run", dies_for_good)
+    monkeypatch.setattr(subprocess, "run", lambda _, **options: run(ABORTS, **options))
     with pytest.raises(
-        StorageError, match=r"cannot be read \(its reader ended with status -6\): run 'weightserver verify'"
+        StorageError, match=r"cannot be read \(its reader ended with status -6\): run 'weightserver ver"
     ):
         inspect_directory(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.comparing import same
 from tests.helpers.faulty_proxy import Faults, FaultyProxy
 from tests.helpers.watching import metric
+from tests.integration.tables import SLOW, begin
 from weightserver import LocalCluster, NoTableError, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -56,10 +57,10 @@ class WatchedProxy(FaultyProxy):
             self.passed[attempt] += len(decode_fetch_response(answer)[0]) // (4 * SPEC.dim)
             yield answer
 
-    def check(self, rows: Int64Array, *, lost: int = 0) -> None:
+    def check(self, *, lost: int = 0) -> None:
         """Checks that each attempt requested the rows that earlier ones did not receive, except for one message of at
         most `lost` rows, and that together they requested all."""
-        assert np.array_equal(self.asked[0], rows)
+        assert np.array_equal(self.asked[0], ROWS)
         for (asked, passed), later in itertools.pairwise(zip(self.asked, self.passed, strict=True)):
             arrived = len(asked) - len(later[0])
             assert passed - lost <= arrived <= passed
@@ -69,17 +70,10 @@ class WatchedProxy(FaultyProxy):
 @pytest.fixture(scope="module")
 def shard() -> Iterator[LocalCluster]:
     with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as client:
-        client.create_table(SPEC)
-        client.extend_schedule(0, np.full(10, 0.1, np.float32))
-        client.open_session("large fetches")
+        begin(client, SPEC)
         gradients = np.random.default_rng(0).standard_normal((SPEC.num_rows, SPEC.dim), np.float32)
         client.push_gradients(ROWS, gradients, step=0)
         yield cluster
-
-
-def asked_rows(cluster: LocalCluster) -> float:
-    """Number of rows requested by all fetches since the shard's start."""
-    return metric(cluster.metrics_addresses[0], 'weightserver_requested_rows_total{operation="fetch"}')
 
 
 def test_a_fetch_resumes_after_the_rows_that_arrived(shard: LocalCluster) -> None:
@@ -90,12 +84,14 @@ def test_a_fetch_resumes_after_the_rows_that_arrived(shard: LocalCluster) -> Non
         WeightClient([proxy.address], retry_seconds=0) as client,
     ):
         for one in (direct, client):
-            one.extend_schedule(0, np.full(10, 0.1))
-        expected, before = direct.fetch_state(ROWS, step=5), asked_rows(shard)
+            one.extend_schedule(0, SLOW)
+        expected = direct.fetch_state(ROWS, step=5)
+        asked = shard.metrics_addresses[0], 'weightserver_requested_rows_total{operation="fetch"}'
+        before = metric(*asked)
         assert same(client.fetch_state(ROWS, step=5), expected)
-        proxy.check(ROWS)
+        proxy.check()
         assert len(proxy.asked) > 9
-        assert asked_rows(shard) - before == sum(map(len, proxy.asked))
+        assert metric(*asked) - before == sum(map(len, proxy.asked))
 
 
 @pytest.mark.guard
@@ -107,9 +103,9 @@ def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
         WeightClient([proxy.address], timeout_seconds=0.7, retry_seconds=30) as client,
     ):
         for one in (client, direct):
-            one.extend_schedule(0, np.full(10, 0.1, np.float32))
+            one.extend_schedule(0, SLOW)
         assert np.array_equal(client.fetch(ROWS, step=3), direct.fetch(ROWS, step=3))
-        proxy.check(ROWS, lost=2 * ROWS_PER_MESSAGE)
+        proxy.check(lost=2 * ROWS_PER_MESSAGE)
         assert len(proxy.asked) > 3
 
 
@@ -131,7 +127,7 @@ def test_arriving_rows_renew_the_time_for_retries(shard: LocalCluster) -> None:
         started = time.monotonic()
         client.fetch(ROWS, step=1)
         assert time.monotonic() - started > 2
-        proxy.check(ROWS)
+        proxy.check()
 
 
 def test_an_unavailable_shard_is_reported_with_the_rows_that_arrived(shard: LocalCluster) -> None:
@@ -145,10 +141,9 @@ def test_an_unavailable_shard_is_reported_with_the_rows_that_arrived(shard: Loca
     ):
         with pytest.raises(ShardUnavailableError) as raised:
             client.fetch(ROWS, step=1)
-        assert f"(UNAVAILABLE: away), {sum(proxy.passed)} of {len(ROWS)} rows had arrived: check that" in str(
-            raised.value
-        )
-        proxy.check(ROWS)
+        told = f"(UNAVAILABLE: away), {sum(proxy.passed)} of {len(ROWS)} rows had arrived: check that"
+        assert told in str(raised.value)
+        proxy.check()
 
 
 def test_a_checkpoint_that_changes_under_a_fetch_ends_it(shard: LocalCluster) -> None:
@@ -166,7 +161,7 @@ def test_a_checkpoint_that_changes_under_a_fetch_ends_it(shard: LocalCluster) ->
         WeightClient([proxy.address], retry_seconds=0) as client,
     ):
         direct.join_newest_session()
-        direct.extend_schedule(0, np.full(10, 0.1, np.float32))
+        direct.extend_schedule(0, SLOW)
         direct.checkpoint("kept", step=1)
         with pytest.raises(NoTableError, match="kept"):
             client.fetch(ROWS, step=1, checkpoint="kept")

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.helpers.stored import get, put, stored
+from tests.integration.tables import begin
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.group_commit import CancellableFuture, commit_group
@@ -34,6 +35,19 @@ MEMORY_BYTES = psutil.virtual_memory().total + psutil.swap_memory().total
 
 
 UNCHECKED = "from weightserver.storage import lmdb_storage; lmdb_storage.check_pages = lambda data: None\n"
+OPENS = f"""{UNCHECKED}
+import resource, sys
+from pathlib import Path
+from weightserver import StorageError
+from weightserver.storage.records import read_identity
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+try:
+    storage = lmdb_storage.LmdbStorage(Path(sys.argv[1]))
+except StorageError as error:
+    sys.exit(str(error))
+with storage.read() as txn:
+    print(storage.disk_usage().map_size, read_identity(txn).num_shards)
+"""
 
 
 class UncheckedCluster(LocalCluster):
@@ -58,31 +72,14 @@ def lengthen(directory: Path, num_bytes: int) -> None:
 
 def test_a_map_takes_the_address_space_that_is_left(tmp_path: Path) -> None:
     """Half of it, if `ulimit -v` sets a limit; a file that does not fit is refused in one line."""
-    storage = LmdbStorage(tmp_path)
-    Shard(storage, shard=0, num_shards=1)
-    storage.close()
+    with closing(LmdbStorage(tmp_path)) as storage:
+        Shard(storage, shard=0, num_shards=1)
     gigabyte = 1 << 30
     lengthen(tmp_path, 8 * gigabyte)
-    code = (
-        "import resource, sys\n"
-        "from pathlib import Path\n"
-        "from weightserver import StorageError\n"
-        "from weightserver.storage.records import read_identity\n"
-        "from weightserver.storage.lmdb_storage import LmdbStorage\n"
-        f"{UNCHECKED}"
-        f"resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]) * {gigabyte},) * 2)\n"
-        "try:\n"
-        "    storage = LmdbStorage(Path(sys.argv[1]))\n"
-        "except StorageError as error:\n"
-        "    sys.exit(str(error))\n"
-        "print(storage.disk_usage().map_size)\n"
-        "with storage.read() as txn:\n"
-        "    print(read_identity(txn).num_shards)\n"
-    )
 
     def opened(limit: int) -> tuple[list[int], str]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", code, str(tmp_path), str(limit)]
+        command = [sys.executable, "-c", OPENS, str(tmp_path), str(limit * gigabyte)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         return list(map(int, done.stdout.split())), done.stderr
 
@@ -140,7 +137,6 @@ def test_a_server_writes_beyond_memory(tmp_path: Path) -> None:
     starts = range(0, 20 * len(weight), len(weight))
     with UncheckedCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=10) as client:
         client.create_table(spec)
-        client.extend_schedule(0, np.zeros(1))
         write(client, starts[:-1])  # 340 MB: half as much again as the map's room
         cluster.restart(0)
         write(client, starts[-1:])
@@ -175,9 +171,7 @@ def test_rows_anywhere_read_no_more_than_their_blocks(tmp_path: Path) -> None:
     spec, data = TableSpec(num_rows=63 * 300, dim=128), tmp_path / "shard-0" / "data.mdb"
     weight, momentum = np.random.default_rng(0).standard_normal((2, spec.num_rows, spec.dim), dtype=np.float32)
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
-        client.create_table(spec)
-        client.extend_schedule(0, np.zeros(1))
-        client.open_session("run")
+        begin(client, spec)
         client.write_state(np.arange(spec.num_rows), weight, momentum, 0)
     let_go(data)
     if resident_bytes(data) > data.stat().st_size / 10:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
 import logging
 import re
@@ -13,7 +12,6 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ import trainer.evaluate.__main__
 import trainer.export.__main__
 import weightserver.cli
 from tests.helpers.small_run import EVERY, ONLY_ROWS, small_run
+from tests.integration.tables import SLOW, begin
 from trainer.loop import train
 from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
 from weightserver.common.logs import LOG_FORMATS, LogFormat, Remark, log_events, say
@@ -36,8 +35,8 @@ LOGGING = ["--log-format", "json", "--slow-request-seconds", "60"]
 """Options of shards whose disk may pause."""
 
 
-def lines(cluster: LocalCluster, shard: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (cluster.directory / f"shard-{shard}.log").read_text().splitlines()]
+def lines(cluster: LocalCluster) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (cluster.directory / "shard-0.log").read_text().splitlines()]
 
 
 @pytest.mark.guard
@@ -45,10 +44,8 @@ def test_a_shard_logs_each_event_once_and_no_rows(tmp_path: Path) -> None:
     with LocalCluster(2, tmp_path, serve_options=LOGGING) as cluster:
         with WeightClient(cluster.addresses) as client, WeightClient(cluster.addresses) as late:
             client.create_table(TableSpec(num_rows=1000, dim=4, rows_per_block=10))
-            client.create_table(TableSpec(num_rows=1000, dim=4, rows_per_block=10))  # changes nothing
-            for one in (client, late):
-                one.extend_schedule(0, np.full(30, 0.1, np.float32))
-            epoch = client.open_session("first")
+            epoch = begin(client, TableSpec(num_rows=1000, dim=4, rows_per_block=10), session="first")  # the same table
+            late.extend_schedule(0, SLOW)
             late.open_session("first", join=epoch, hold=False)  # no refused renewal
             for step in range(10):
                 client.push_gradients(np.arange(20), np.ones((20, 4), np.float32), step=step)
@@ -83,16 +80,15 @@ def test_a_shard_logs_each_event_once_and_no_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_a_traceback_shows_no_values(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_shows_no_values(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
     """The token is a local variable of some function."""
-    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
     log_events(log_format, lambda: {"shard": 3})
     token = "".join(["to", "ken", "-of-the-shard"])
     try:
         raise RuntimeError("as planned", len(token))
     except RuntimeError:
         logging.getLogger("weightserver.server.service").exception("failed", extra={"_of_another_library": 1})
-    text = told.getvalue()
+    text = capsys.readouterr().err
     assert "of_another_library" not in text
     assert "as planned" in text
     assert "token-of-the-shard" not in text
@@ -103,11 +99,10 @@ def test_a_traceback_shows_no_values(log_format: LogFormat, monkeypatch: pytest.
 
 
 @pytest.mark.guard
-def test_a_trainer_logs_events_and_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+def test_a_trainer_logs_events_and_no_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log_events("json", lambda: {"run": "a", "rank": 0})
     train(small_run(tmp_path / "run", steps=2 * EVERY + 1, encoder=ONLY_ROWS))
-    records = [json.loads(line) for line in told.getvalue().splitlines() if line.startswith("{")]
+    records = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
     (begins,) = (line for line in records if line["event"] == "training begins")
     assert (begins["step"], begins["rank"], begins["session"]) == (0, 0, 1)
     saved = [line["step"] for line in records if line["event"] == "checkpoint saved"]
@@ -128,9 +123,7 @@ def test_a_shard_whose_log_is_closed_continues(tmp_path: Path) -> None:
         address = json.loads(shard.stdout.readline())["address"]
         shard.stderr.close()
         with WeightClient([address], retry_seconds=3) as client:
-            client.create_table(TableSpec(num_rows=100, dim=4))
-            client.extend_schedule(0, np.full(10, 0.1, np.float32))
-            client.open_session("run")
+            begin(client, TableSpec(num_rows=100, dim=4))
             client.push_gradients([1], np.ones((1, 4), np.float32), step=0)
             client.checkpoint("kept", step=1)
         shard.terminate()
@@ -142,14 +135,14 @@ def test_a_shard_whose_log_is_closed_continues(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_names_in_logs_do_not_control_the_terminal(log_format: LogFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+def test_names_in_logs_do_not_control_the_terminal(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
     log_events(log_format)
     logging.getLogger("weightserver.server.service").info(
         "session opened", extra={"run": "\x1b[31mred\x9b\u202e\nline"}
     )
-    assert told.getvalue().count("\n") == 1
-    assert not set(told.getvalue()) & set("\x1b\x9b\u202e")
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert not set(told) & set("\x1b\x9b\u202e")
 
 
 @pytest.mark.guard
@@ -157,8 +150,7 @@ def test_a_flood_of_refusals_is_a_line_a_second(tmp_path: Path) -> None:
     with LocalCluster(1, tmp_path, serve_options=["--log-format", "json"]) as cluster:
         with WeightClient(cluster.addresses) as client, WeightClient(cluster.addresses) as late:
             client.create_table(TableSpec(num_rows=100, dim=4))
-            for one in (client, late):
-                one.extend_schedule(0, np.full(10, 0.1, np.float32))
+            late.extend_schedule(0, SLOW)
             late.open_session("first", hold=False)  # no refused renewal
             client.open_session("second")
             started = time.monotonic()
@@ -169,11 +161,8 @@ def test_a_flood_of_refusals_is_a_line_a_second(tmp_path: Path) -> None:
         assert 1 <= sum(line["level"] == "warning" for line in lines(cluster)) <= seconds + 1
 
 
-def test_json_has_the_values_of_a_sentence_and_whatever_else_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_has_the_values_of_a_sentence_and_whatever_else_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     """Warnings of libraries, and errors that nobody catches, in threads too."""
-    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         log_events("json")
@@ -183,20 +172,10 @@ def test_json_has_the_values_of_a_sentence_and_whatever_else_is_written(monkeypa
     thread = threading.Thread(target=lambda: [][0])
     thread.start()
     thread.join()
-    sentence, warning, failure = map(json.loads, told.getvalue().splitlines())
+    sentence, warning, failure = map(json.loads, capsys.readouterr().err.splitlines())
     assert (sentence["event"], sentence["path"], sentence["free"]) == ("/data has 3 bytes left", "/data", 3)
     assert "deprecated" in warning["event"]
     assert "IndexError" in failure["exception"]
-
-
-@pytest.fixture
-def text_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The process logs text again after the test."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    yield
-    logging.captureWarnings(False)
-    log_events("text")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +195,6 @@ def text_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
     ids=lambda command: f"{command[0].__module__} {command[1]}",
 )
-@pytest.mark.usefixtures("text_afterwards")
 def test_every_command_says_in_json_why_it_fails(
     command: tuple[Any, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,13 +212,12 @@ def test_every_command_says_in_json_why_it_fails(
         assert printed.out == ""
 
 
-def test_values_of_remarks_are_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+def test_values_of_remarks_are_fields(capsys: pytest.CaptureFixture[str]) -> None:
     log_events("text")
     say(Remark("3 images are new", images=3))
     log_events("json")
     say(Remark("3 images are new", images=3))
-    text, line = told.getvalue().splitlines()
+    text, line = capsys.readouterr().err.splitlines()
     assert text == "3 images are new"
     assert json.loads(line)["images"] == 3
 

@@ -23,10 +23,12 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import naming
+from tests.integration.tables import begin
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
 from weightserver.core.arrays import Int64Array
 from weightserver.operations.backup import backup
 from weightserver.operations.verify import verify_directory
+from weightserver.shard.changes import ShardChange
 from weightserver.shard.reading import read_blocks
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
@@ -280,25 +282,22 @@ def test_a_lost_page_of_any_commit_is_noticed(commit: str, trained: Trained, tmp
         trained.checkpoint(f"checkpoint {step}")
     shard = trained.shard
 
-    def change() -> None:
+    changes: dict[str, Callable[[ShardChange], object]] = {
+        "checkpoint": lambda batch: batch.checkpoint(trained.header(3), "last"),
+        "release": lambda batch: batch.release(trained.header(), "checkpoint 1"),
+        "rollback": lambda batch: batch.rollback(trained.header(), "checkpoint 0"),
+        "session": lambda batch: batch.open_session("next", shard.state.epoch + 1, b"p" * 16),
+        "drop": ShardChange.drop_table,
+        "create": lambda batch: batch.create_table(SPEC),
+    }
+
+    def change(kind: str) -> None:
         with shard.batch() as batch:
-            if commit == "checkpoint":
-                batch.checkpoint(trained.header(3), "last")
-            elif commit == "release":
-                batch.release(trained.header(), "checkpoint 1")
-            elif commit == "rollback":
-                batch.rollback(trained.header(), "checkpoint 0")
-            elif commit == "session":
-                batch.open_session("next", shard.state.epoch + 1, b"p" * 16)
-            elif commit == "drop":
-                batch.drop_table()
-            else:
-                batch.create_table(SPEC)
+            changes[kind](batch)
 
     if commit == "create":
-        with shard.batch() as batch:
-            batch.drop_table()
-    lost = Lost.by(trained, change)
+        change("drop")
+    lost = Lost.by(trained, lambda: change(commit))
     if commit in ("drop", "create"):  # no rows can be read
         lock = (trained.directory / "owner.lock").read_bytes()
         everything = contents(damaged(tmp_path / "whole", lost.after, lock))
@@ -432,9 +431,7 @@ def answers(trained: Trained, choose: Callable[[int], Int64Array]) -> dict[str, 
 def test_no_operation_copies_a_loss(every: int, tmp_path: Path) -> None:
     """From a shard that runs while its disk loses a page. A reshard reads blocks as a backup does."""
     with LocalCluster(1, tmp_path / "cluster") as cluster, WeightClient(cluster.addresses, retry_seconds=5) as client:
-        client.create_table(SPEC)
-        client.extend_schedule(0, np.full(50, 0.1))
-        client.open_session("run")
+        begin(client, SPEC)
         data = tmp_path / "cluster/shard-0/data.mdb"
         for step in range(NUM_WRITES):
             client.checkpoint(f"older {step}", step=step)  # so that versions which were replaced stay

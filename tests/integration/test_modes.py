@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.integration.tables import begin
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.backup import backup
 
@@ -38,9 +39,7 @@ def modes(directory: Path) -> dict[str, str]:
 
 def write_rows(cluster: LocalCluster, backup_to: Path) -> None:
     with WeightClient(cluster.addresses) as client:
-        client.create_table(SPEC)
-        client.extend_schedule(0, np.full(10, 0.1, np.float32))
-        client.open_session("run")
+        begin(client, SPEC)
         client.push_gradients(np.arange(40), np.ones((40, 8), np.float32), step=0)
         client.checkpoint("kept", step=1)
         backup(client, backup_to)

@@ -20,6 +20,8 @@ from tests.helpers.fake_context import FakeContext
 from tests.helpers.narrow_shard import NUM_THREADS, CrowdedShard, NarrowShard
 from tests.helpers.raw_calls import raw_channel, stub, versioned
 from tests.helpers.watching import metric, once_within, wait_until
+from tests.integration.handlers import handlers
+from tests.integration.tables import SLOW, begin
 from weightserver import LocalCluster, OverloadedError, TableSpec, WeightClient, WeightServerError
 from weightserver.client.security import ClientSecurity
 from weightserver.core.errors import InvalidRequestError
@@ -27,11 +29,7 @@ from weightserver.operations.health import _serving_status
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_ROWS, ONE_MESSAGE_KEY, rows_to_proto
 from weightserver.server.admission import BASE_BYTES, MAX_THREADS
-from weightserver.server.metrics import ShardMetrics
-from weightserver.server.request_memory import RequestMemory
-from weightserver.server.service import NAME, WeightServerService
-from weightserver.shard.group_commit import Committer
-from weightserver.shard.shard import Shard
+from weightserver.server.service import NAME
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_std=0)
@@ -46,9 +44,7 @@ class Crowd:
     def __init__(self, cluster: LocalCluster, client: WeightClient) -> None:
         self.cluster, self.client = cluster, client
         self.process = psutil.Process(cluster.processes[0].pid)
-        client.create_table(SPEC)
-        client.extend_schedule(0, np.ones(10, np.float32))
-        self.epoch = client.open_session("crowd")
+        self.epoch = begin(client, SPEC, np.ones(10, np.float32), session="crowd")
         self.session_id: bytes = client.call_shard(0, "Describe", pb.DescribeRequest()).session_id
         self._channels = [versioned(grpc.insecure_channel(cluster.addresses[0], [("crowd", n)])) for n in range(8)]
         self._calls: list[Any] = []
@@ -334,32 +330,27 @@ def test_writes_wait_for_memory_and_impossible_ones_are_refused(tmp_path: Path) 
 
 def test_learning_rates_that_a_shard_does_not_hold_take_a_fetchs_memory(tmp_path: Path) -> None:
     """However far ahead of its steps they are; and only once, then the shard holds them."""
-    with closing(LmdbStorage(tmp_path)) as storage:
-        shard, memory = Shard(storage, shard=0, num_shards=1), RequestMemory(64 << 20)
-        with shard.batch() as batch:
-            batch.create_table(SPEC)
-        with closing(Committer(shard.batch)) as committer:
-            metrics = ShardMetrics(shard=0, num_shards=1, version="0")
-            service = WeightServerService(shard, committer, metrics, memory)
+    with closing(LmdbStorage(tmp_path)) as storage, handlers(storage) as served:
+        served.do(lambda batch: batch.create_table(SPEC))
 
-            def taken(num_rates: int, learning_rate: float = 0.5) -> int:
-                """Bytes of memory while a fetch by so many learning rates is answered."""
-                context, rates = FakeContext(), np.full(num_rates, learning_rate, np.float32)
-                request = pb.FetchRequest(rows=rows_to_proto(np.arange(2)), step=5)
-                request.rates.learning_rates = rates.tobytes()
-                with closing(service.Fetch(request, context)) as answers:
-                    next(answers)
-                    taken = memory.used_bytes
-                context.leave()
-                return taken
+        def taken(num_rates: int, learning_rate: float = 0.5) -> int:
+            """Bytes of memory while a fetch by so many learning rates is answered."""
+            context, rates = FakeContext(), np.full(num_rates, learning_rate, np.float32)
+            request = pb.FetchRequest(rows=rows_to_proto(np.arange(2)), step=5)
+            request.rates.learning_rates = rates.tobytes()
+            with closing(served.service.Fetch(request, context)) as answers:
+                next(answers)
+                taken = served.memory.used_bytes
+            context.leave()
+            return taken
 
-            few, many = taken(5), taken(300_000)
-            assert many - few >= 80 * 299_000
-            assert taken(300_000) < many // 10
-            assert taken(300_000, learning_rate=0.25) == many
-            with pytest.raises(InvalidRequestError, match="MiB of memory, the shard has 64 MiB for all requests"):
-                taken(1_000_000)
-            assert memory.used_bytes == 0
+        few, many = taken(5), taken(300_000)
+        assert many - few >= 80 * 299_000
+        assert taken(300_000) < many // 10
+        assert taken(300_000, learning_rate=0.25) == many
+        with pytest.raises(InvalidRequestError, match="MiB of memory, the shard has 64 MiB for all requests"):
+            taken(1_000_000)
+        assert served.memory.used_bytes == 0
 
 
 @pytest.mark.guard
@@ -423,33 +414,29 @@ def test_a_fetch_ends_with_its_caller(crowd: Crowd) -> None:
 
 def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
     """It waits in the queue after another one. It is never applied, and its memory is released at once."""
-    storage = LmdbStorage(tmp_path)
-    shard = Shard(storage, shard=0, num_shards=1)
-    committer, memory = Committer(shard.batch), RequestMemory(64 << 20)
-    service = WeightServerService(shard, committer, ShardMetrics(shard=0, num_shards=1, version="0"), memory)
-    committer.submit(lambda batch: batch.create_table(SPEC)).result(10)
-    committer.submit(lambda batch: batch.open_session("test", 1, b"o" * 16)).result(10)
     began, go, context = threading.Event(), threading.Event(), FakeContext()
-    busy = committer.submit(lambda batch: (began.set(), go.wait(20)))
-    assert began.wait(10)
-    rates = pb.Rates(learning_rates=np.ones(5, np.float32).tobytes())
-    header = pb.WriteHeader(
-        epoch=1, session_id=b"o" * 16, writer=b"w" * 16, sequence=1, num_rows=2, num_blocks=1, rates=rates
-    )
+    rates, own = pb.Rates(learning_rates=SLOW.tobytes()), {"session_id": b"o" * 16, "writer": b"w" * 16}
+    header = pb.WriteHeader(epoch=1, sequence=1, num_rows=2, num_blocks=1, rates=rates, **own)  # type: ignore[arg-type]
     message = pb.PushGradientsRequest(header=header, rows=rows_to_proto(np.arange(2)), gradients=bytes(8 * SPEC.dim))
-    with ThreadPoolExecutor(1) as pool:
-        push = pool.submit(service.PushGradients, iter([message]), context)
+    with (
+        closing(LmdbStorage(tmp_path)) as storage,
+        handlers(storage) as served,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        served.do(lambda batch: batch.create_table(SPEC))
+        served.do(lambda batch: batch.open_session("test", 1, b"o" * 16))
+        busy = served.committer.submit(lambda batch: (began.set(), go.wait(20)))
+        assert began.wait(10)
+        push = pool.submit(served.service.PushGradients, iter([message]), context)
         wait_until(lambda: context.num_callbacks == 2)
-        assert memory.used_bytes > 0
+        assert served.memory.used_bytes > 0
         context.leave()
         with pytest.raises(CancelledError):
             push.result(10)
-        assert memory.used_bytes == 0
+        assert served.memory.used_bytes == 0
         go.set()
         busy.result(10)
-    committer.close()
-    assert shard.state.clock == 0
-    storage.close()
+        assert served.shard.state.clock == 0
 
 
 @pytest.mark.guard

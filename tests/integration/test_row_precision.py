@@ -13,20 +13,13 @@ import pytest
 from tests.helpers.comparing import same
 from tests.helpers.rounding_model import ROUNDING_ERROR, RoundedRows
 from tests.helpers.row_model import schedule
+from tests.integration.tables import begin
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 
 SPEC = TableSpec(num_rows=120, dim=12, weight_decay=1e-3, rows_per_block=5, seed=3, dtype="bfloat16")
 ROWS = np.arange(SPEC.num_rows)
-
-
-def begin(client: WeightClient, spec: TableSpec = SPEC, num_steps: int = 200) -> npt.NDArray[np.float32]:
-    """Makes the table; returns its learning rates."""
-    rates = schedule(num_steps)
-    client.create_table(spec)
-    client.extend_schedule(0, rates)
-    client.open_session("test")
-    return rates
+RATES = schedule(200)
 
 
 def pushes(num_steps: int, seed: int = 0) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], int]]:
@@ -37,17 +30,20 @@ def pushes(num_steps: int, seed: int = 0) -> Iterator[tuple[npt.NDArray[np.int64
         yield rows, generator.standard_normal((len(rows), SPEC.dim)).astype(np.float32), step
 
 
-@pytest.mark.guard  # seconds
+@pytest.mark.guard
 def test_rows_follow_sgd_within_the_error_model(client: WeightClient) -> None:
-    """No error beyond the sum of all roundings, and, rounded fairly, none that grows faster than their square root."""
-    model = RoundedRows(SPEC, begin(client))
-    for rows, gradients, step in pushes(100):
+    """Pushes of two writers, some late and behind later updates of the same row. No error is beyond the sum of all
+    roundings, and, rounded fairly, none grows faster than their square root."""
+    begin(client, SPEC, RATES)
+    model, generator = RoundedRows(SPEC, RATES), np.random.default_rng(0)
+    waiting = sorted([*pushes(60, seed=1), *pushes(60, seed=2)], key=lambda push: push[2] + generator.integers(15))
+    for rows, gradients, step in waiting:
         client.push_gradients(rows, gradients, step=step)
         model.push(rows, gradients, step)
-    state = client.fetch_state(ROWS, step=120)
-    deviations = model.check(state, 120)
-    assert (state.last_step == 120).all()
-    assert np.array_equal(client.fetch(ROWS, step=120), state.weight), "one state is rounded in one way"
+    state = client.fetch_state(ROWS, step=80)
+    deviations = model.check(state, 80)
+    assert (state.last_step == 80).all()
+    assert np.array_equal(client.fetch(ROWS, step=80), state.weight), "one state is rounded in one way"
     touched = deviations[:110]
     assert 0.2 < np.sqrt((touched**2).mean()) < 1
     assert abs(touched.mean()) < 5 / touched[:, 0].size ** 0.5, "the roundings are unbiased"
@@ -56,23 +52,8 @@ def test_rows_follow_sgd_within_the_error_model(client: WeightClient) -> None:
     assert np.median(relative) < 5 * ROUNDING_ERROR
 
 
-@pytest.mark.guard
-def test_pushes_commute_up_to_rounding(client: WeightClient) -> None:
-    """Two writers, and pushes that arrive late, in any order, also behind later updates of the same row."""
-    model = RoundedRows(SPEC, begin(client))
-    waiting = [*pushes(60, seed=1), *pushes(60, seed=2)]
-    generator = np.random.default_rng(0)
-    while waiting:
-        some, waiting = waiting[:20], waiting[20:]
-        for index in generator.permutation(len(some)):
-            rows, gradients, step = some[index]
-            client.push_gradients(rows, gradients, step=step)
-            model.push(rows, gradients, step)
-    model.check(client.fetch_state(ROWS, step=70), 70)
-
-
 def test_raw_state_goes_around_unchanged_and_a_fetch_never_writes(client: WeightClient) -> None:
-    begin(client)
+    begin(client, SPEC, RATES)
     for rows, gradients, step in pushes(20):
         client.push_gradients(rows, gradients, step=step)
     before, info = client.fetch_state(ROWS), client.describe()
@@ -90,7 +71,7 @@ def test_raw_state_goes_around_unchanged_and_a_fetch_never_writes(client: Weight
 
 def test_float32_state_is_rounded_once_on_its_way(client: WeightClient) -> None:
     """A write that is repeated, or another client's, stores the same bits; no finite value becomes infinite."""
-    begin(client)
+    begin(client, SPEC, RATES)
     values = np.random.default_rng(0).standard_normal((2, SPEC.num_rows, SPEC.dim)).astype(np.float32)
     values[0, :5, 0] = np.array([3.4e38, -3.4e38, 1e-40, -0.0, 0.0])
     client.write_state(ROWS, values[0], values[1], 7)
@@ -115,7 +96,7 @@ def test_shards_and_kills_change_no_bit(tmp_path: Path) -> None:
     for num_shards in (1, 3):
         directory = tmp_path / str(num_shards)
         with LocalCluster(num_shards, directory) as cluster, WeightClient(cluster.addresses) as client:
-            begin(client)
+            begin(client, SPEC, RATES)
             for rows, gradients, step in pushes(40):
                 client.push_gradients(rows, gradients, step=step)
                 if step == 25:

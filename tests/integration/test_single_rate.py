@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.row_model import TableModel, assert_rows_close, schedule
 from tests.helpers.small_run import losses, small_run
+from tests.integration.tables import begin
 from trainer.loop import train
 from weightserver import LocalCluster, TableSpec, WeightClient
 
@@ -24,11 +25,9 @@ def test_rows_follow_the_papers_closed_form(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     oracle, everything = TableModel(spec, rates), np.arange(spec.num_rows)
     with LocalCluster(3, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
-        client.create_table(spec)
-        client.extend_schedule(0, rates)
-        epoch = client.open_session("one")
+        epoch = begin(client, spec, rates)
         with WeightClient(cluster.addresses) as other:
-            other.open_session("one", join=epoch)
+            other.open_session("run", join=epoch)
             other.extend_schedule(0, rates)
             for step in range(num_steps):
                 often = generator.choice(40, 8, replace=False)

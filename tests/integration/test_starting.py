@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.helpers.watching import wait_until
+from tests.integration.tables import begin
 from weightserver import LocalCluster, ShardUnavailableError, StorageError, TableSpec, WeightClient
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -39,9 +40,7 @@ def refused(directory: Path, *, init: bool = False) -> str:
 
 def make_table(cluster: LocalCluster) -> None:
     with WeightClient(cluster.addresses) as client:
-        client.create_table(SPEC)
-        client.extend_schedule(0, np.full(10, 0.1, np.float32))
-        client.open_session("run")
+        begin(client, SPEC)
         client.push_gradients(ROWS, np.ones((SPEC.num_rows, SPEC.dim), np.float32), step=0)
 
 

@@ -13,14 +13,9 @@ import pytest
 
 from tests.helpers.comparing import same
 from tests.helpers.operations import Weightserver
+from tests.integration.tables import SLOW, begin
 from tests.integration.test_damage import flip
-from weightserver import (
-    LocalCluster,
-    ShardUnavailableError,
-    StorageError,
-    TableSpec,
-    WeightClient,
-)
+from weightserver import LocalCluster, ShardUnavailableError, StorageError, TableSpec, WeightClient
 from weightserver.operations import verify
 from weightserver.operations.verify import verify_directory
 from weightserver.storage.interface import Transaction
@@ -38,9 +33,7 @@ def values(number: int, num_rows: int = SPEC.num_rows) -> np.ndarray:
 def data(tmp_path: Path) -> Path:
     """A stopped shard whose rows were all written, kept as checkpoint "kept", and written again."""
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
-        client.create_table(SPEC)
-        client.extend_schedule(0, np.full(20, 0.1))
-        client.open_session("run")
+        begin(client, SPEC)
         client.write_state(ROWS, values(0), values(1), 3)
         client.checkpoint("kept", step=3)
         client.write_state(ROWS, values(2), values(3), 5)
@@ -97,13 +90,11 @@ def start(data: Path, message: str, *options: str) -> None:
 def test_a_missing_file_does_not_start_a_new_shard(data: Path) -> None:
     path = data / "data.mdb"
     whole = path.read_bytes()
-    path.write_bytes(b"")
     message = "was served before and its data.mdb is gone or empty: is its disk mounted"
-    start(data, message)
-    start(data, message, "--init")
-    path.unlink()
-    start(data, message)
-    start(data, message, "--init")
+    for remove in (lambda: path.write_bytes(b""), path.unlink):
+        remove()
+        start(data, message)
+        start(data, message, "--init")
     path.write_bytes(whole)
     with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
         np.testing.assert_array_equal(client.fetch_state(ROWS).weight, values(2))
@@ -113,7 +104,7 @@ def test_a_missing_file_does_not_start_a_new_shard(data: Path) -> None:
 def test_an_old_copy_is_noticed(data: Path) -> None:
     old = shutil.copyfile(data / "data.mdb", data.parent / "old.mdb")
     with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
-        client.extend_schedule(0, np.full(20, 0.1))
+        client.extend_schedule(0, SLOW)
         client.open_session("run")
         client.push_gradients(ROWS, values(4), step=5)
     shutil.copyfile(old, data / "data.mdb")

@@ -17,6 +17,7 @@ import torch
 from benchmarks.wire import announced
 from tests.helpers.dense_sgd import state_of
 from tests.helpers.recent import recent_rows
+from tests.integration.tables import begin
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, TableSpec, WeightClient
 from weightserver.torch import VisitSchedule
@@ -124,9 +125,7 @@ def resident(
 def fresh_table(cluster: LocalCluster, spec: TableSpec, rates: npt.NDArray[np.float32]) -> Iterator[WeightClient]:
     with WeightClient(cluster.addresses) as client:
         client.drop_table()
-        client.create_table(spec)
-        client.extend_schedule(0, rates)
-        client.open_session("test")
+        begin(client, spec, rates)
         yield client
         client.drop_table()
 

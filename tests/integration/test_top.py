@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.helpers.commands import weightserver
+from tests.integration.tables import begin
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.top import Sample, quantile, view
 
@@ -33,9 +34,7 @@ def test_quantiles_of_few_values() -> None:
 
 @pytest.mark.guard
 def test_top_shows_the_activity_of_shards(client: WeightClient, cluster: LocalCluster) -> None:
-    client.create_table(TableSpec(num_rows=2000, dim=16, rows_per_block=10))
-    client.extend_schedule(0, np.full(10_000, 0.1, np.float32))
-    epoch = client.open_session("run")
+    epoch = begin(client, TableSpec(num_rows=2000, dim=16, rows_per_block=10))
     client.push_gradients(np.arange(1000), np.ones((1000, 16), np.float32), step=41)
     client.checkpoint("kept", step=42)
     stop = threading.Event()

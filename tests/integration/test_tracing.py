@@ -22,6 +22,8 @@ from weightserver.common import tracing
 
 pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry: pip install '.[otel]'")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from weightserver.torch import ClassifierHead
 
@@ -138,14 +140,15 @@ def test_nothing_is_made_unless_someone_asks(monkeypatch: pytest.MonkeyPatch) ->
     assert tracing.spans(tracing.CLIENT) is None
 
 
+def recorded(program: str) -> tuple[InMemorySpanExporter, tracing.Spans]:
+    exporter = InMemorySpanExporter()
+    return exporter, tracing.Spans(SimpleSpanProcessor(exporter), program)
+
+
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("header", ["", "00-zz-11-01", "00-1", "a" * 300, f"00-{'1' * 33}-{'2' * 16}-01"])
 def test_a_header_of_another_program_makes_no_span(header: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter = InMemorySpanExporter()
-    spans = tracing.Spans(SimpleSpanProcessor(exporter), "shard")
+    exporter, spans = recorded("shard")
     spans.answered(header, "Fetch", 0.1, "OK", {}, {})
     assert not exporter.get_finished_spans()
     spans.answered(f"00-{'1' * 32}-{'2' * 16}-01", "Fetch", 0.1, "OK", {}, {"read": 0.05})
@@ -156,11 +159,7 @@ def test_a_header_of_another_program_makes_no_span(header: str, monkeypatch: pyt
 
 
 def test_a_step_takes_its_time_though_the_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter = InMemorySpanExporter()
-    spans = tracing.Spans(SimpleSpanProcessor(exporter), "client")
+    exporter, spans = recorded("client")
     hour_ago = time.time_ns() - 3_600 * 10**9
     monkeypatch.setattr("weightserver.common.tracing.time.time_ns", lambda: hour_ago)
     spans.step_ended(0)
@@ -171,11 +170,7 @@ def test_a_step_takes_its_time_though_the_clock_is_set(monkeypatch: pytest.Monke
 
 
 def test_the_traces_of_calls_that_never_end_are_forgotten() -> None:
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter = InMemorySpanExporter()
-    spans = tracing.Spans(SimpleSpanProcessor(exporter), "client")
+    exporter, spans = recorded("client")
     for number in range(5000):
         spans.header(f"{number:016x}")
     assert len(spans._calls) == 4096

@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
+from tests.integration.tables import begin
 from weightserver import ClusterError, LocalCluster, TableSpec, WeightClient, __version__
 from weightserver.cli import main
 from weightserver.common.version import FORMAT
@@ -49,9 +50,7 @@ def test_the_format_is_the_minor_version() -> None:
 
 def test_versions_that_differ_in_the_last_number_work_together(tmp_path: Path) -> None:
     with cluster_of(f"{FORMAT}.17", tmp_path) as cluster, WeightClient(cluster.addresses) as client:
-        client.create_table(SPEC)
-        client.extend_schedule(0, [0.1])
-        client.open_session("run")
+        begin(client, SPEC)
         client.push_gradients([1], np.ones((1, 8), np.float32), step=0)
         assert client.describe().rows_stored == 1
         assert {shard.version for shard in client.describe().shards} == {f"{FORMAT}.17"}
