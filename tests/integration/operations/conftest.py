@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+from tests.helpers.operations import Weightserver
+from weightserver import LocalCluster
 from weightserver.operations import backup as backups
 from weightserver.storage import directory as owner_files
 from weightserver.storage import shard_builder
@@ -20,3 +25,15 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes pieces of one answer, or of a few blocks, instead of 64 MiB."""
     monkeypatch.setattr(backups, "_FILE_BYTES", 2_000)
     monkeypatch.setattr(shard_builder, "BATCH_BYTES", 2_000)
+
+
+@pytest.fixture
+def back_up(weightserver: Weightserver, cluster: LocalCluster) -> Callable[..., str]:
+    """Runs `weightserver backup`, which must succeed; returns what it says."""
+
+    def run(output: Path | str, *options: object) -> str:
+        status, said, error = weightserver("backup", *cluster.addresses, "--output", output, *options)
+        assert status == 0, error
+        return said
+
+    return run

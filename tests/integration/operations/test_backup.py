@@ -21,6 +21,7 @@ from tests.helpers.operations import (
     push,
     targets_in,
 )
+from tests.integration.operations.backups import before_copying, by_another
 from weightserver import Checkpoint, FencedError, LocalCluster, TableSpec, WeightClient
 from weightserver.common.atomic_files import atomic_write
 from weightserver.core.blocks import BlockCodec
@@ -61,8 +62,7 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
         training = threading.Thread(target=train_on)
         training.start()
         try:
-            with WeightClient(cluster.addresses) as operator:
-                made = backup(operator, tmp_path / "backup", checkpoint="one")
+            made = by_another(cluster, tmp_path / "backup", checkpoint="one")
         finally:
             done.set()
             training.join()
@@ -134,8 +134,7 @@ def test_a_backup_ends_with_its_checkpoints_table(tmp_path: Path, monkeypatch: p
 
         original = backups._copy_shard
         monkeypatch.setattr(backups, "_copy_shard", extend_and_copy)
-        with WeightClient(cluster.addresses) as operator:
-            assert backup(operator, tmp_path / "backup").rows_stored == len(rows)
+        assert by_another(cluster, tmp_path / "backup").rows_stored == len(rows)
     for shard, directory in enumerate(targets_in(tmp_path / "new", 2)):
         restore(tmp_path / "backup", directory, shard=shard)
     with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
@@ -149,19 +148,15 @@ def test_two_backups_of_one_checkpoint_at_once(
     cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first to end releases nothing that the other still reads, although the run has released its own."""
-    kept, copy_shards = make_table(client), backups._copy_shards
+    kept = make_table(client)
 
-    def copy_while_another_backs_up(*arguments: Any) -> Any:
-        monkeypatch.setattr(backups, "_copy_shards", copy_shards)
-        with WeightClient(cluster.addresses) as another:
-            backup(another, tmp_path / "other", checkpoint="one")
+    def another_backs_up() -> None:
+        by_another(cluster, tmp_path / "other", checkpoint="one")
         client.release("one")
         push(client, 50, ROWS)
-        return copy_shards(*arguments)
 
-    monkeypatch.setattr(backups, "_copy_shards", copy_while_another_backs_up)
-    with WeightClient(cluster.addresses) as operator:
-        backup(operator, tmp_path / "backup", checkpoint="one")
+    before_copying(monkeypatch, another_backs_up)
+    by_another(cluster, tmp_path / "backup", checkpoint="one")
     assert read_backup(Folder(tmp_path / "backup")).shards == read_backup(Folder(tmp_path / "other")).shards
     restore(tmp_path / "backup", tmp_path / "new/shard-0", shard=0)
     restore(tmp_path / "other", tmp_path / "new/shard-1", shard=1)
@@ -179,9 +174,9 @@ def test_the_last_backups_checkpoint_is_kept_until_the_next_has_ended(
 
     def watch(path: Path, *arguments: Any, **options: Any) -> None:
         atomic_write(path, *arguments, **options)
+        client.open_session("run")
         if path.name == "manifest.json":
             seen.extend(known.name for known in client.checkpoints())
-            client.open_session("run")
 
     monkeypatch.setattr(backup_places, "atomic_write", watch)
     second = backup(client, tmp_path / "second")

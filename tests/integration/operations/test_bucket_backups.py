@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.helpers.operations import (
     targets_in,
 )
 from tests.helpers.watching import wait_until
+from tests.integration.operations.backups import by_another
 from weightserver import LocalCluster, WeightClient
 from weightserver.common import object_store as objects
 from weightserver.operations import backup as backups
@@ -59,7 +60,11 @@ def stored() -> list[str]:
 
 @pytest.mark.guard
 def test_a_chain_in_a_bucket_is_restored(
-    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+    weightserver: Weightserver,
+    back_up: Callable[..., str],
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
 ) -> None:
     """Killed halfway, repeated, continued by increments; old ones removed, but those that are needed."""
     url = "s3://backups/a run"
@@ -70,17 +75,13 @@ def test_a_chain_in_a_bucket_is_restored(
     assert_one_line(
         weightserver("restore", f"{url}/mon", "--data-dir", tmp_path / "x", "--shard", 0), f"{url}/mon holds no backup"
     )
-    status, said, error = weightserver(*first)
-    assert status == 0, error
-    assert said.endswith(f"bytes, to {url}/mon\n")
+    assert back_up(f"{url}/mon", "--checkpoint", "one").endswith(f"bytes, to {url}/mon\n")
     assert_one_line(weightserver(*first), f"{url}/mon is not empty: give another folder")
     for name, step in (("tue", 4), ("wed", 5)):
         push(client, step, ROWS[210:222])
         client.checkpoint(name, step=step + 1)
         kept = client.fetch_state(ROWS)
-        options = ["--output", f"{url}/{name}", "--incremental", "--keep", 1]
-        status, said, error = weightserver("backup", *cluster.addresses, *options)
-        assert status == 0, error
+        said = back_up(f"{url}/{name}", "--incremental", "--keep", 1)
         assert said.endswith(f", since backup {'mon' if name == 'tue' else 'tue'}\n")
     for shard, target in enumerate(targets_in(tmp_path / "new", 2)):
         status, _, error = weightserver("restore", f"{url}/wed", "--data-dir", target, "--shard", shard)
@@ -91,8 +92,7 @@ def test_a_chain_in_a_bucket_is_restored(
         weightserver("restore", f"{url}/wed", "--data-dir", tmp_path / "x", "--shard", 0),
         f"{url}/wed needs its base tue, but {url}/tue holds no backup",
     )
-    command = ["backup", *cluster.addresses, "--output", f"{url}/thu", "--keep", 1]
-    assert weightserver(*command)[0] == 0
+    back_up(f"{url}/thu", "--keep", 1)
     assert {name.partition("/")[0] for name in stored()} == {"thu", "tue"}, "tue is no backup any more"
 
 
@@ -117,8 +117,7 @@ def test_of_two_commands_to_one_name_one_succeeds(
         if another_one == "is killed":
             dies("weightserver.common.object_store:write", 3, "backup", *cluster.addresses, "--output", url)
             return copied
-        with WeightClient(cluster.addresses) as another:
-            backups.backup(another, BACKUPS / "mon", checkpoint="one")
+        by_another(cluster, BACKUPS / "mon", checkpoint="one")
         if another_one == "is removed again":
             place_at(BACKUPS / "mon").remove()
         return copied

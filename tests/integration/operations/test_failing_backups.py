@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.comparing import rows_in, same
+from tests.helpers.comparing import same
 from tests.helpers.operations import (
     ROWS,
     Weightserver,
@@ -19,39 +18,15 @@ from tests.helpers.operations import (
     lose_blocks,
     make_table,
     push,
-    targets_in,
 )
 from tests.helpers.watching import frozen, wait_until
+from tests.integration.operations.backups import before_copying, by_another, restored
 from weightserver import ClusterError, LocalCluster, NoTableError, WeightClient
 from weightserver.client.calls import WATCH, Call
 from weightserver.operations import backup as backups
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import Backup, read_backup
 from weightserver.operations.backup_places import Folder
-from weightserver.operations.restore import restore
-
-
-def before_copying(patch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
-    """The next backup does `action` once its checkpoint is kept, and then copies the shards."""
-    copy_shards = backups._copy_shards
-
-    def after_it(*arguments: Any) -> Any:
-        patch.setattr(backups, "_copy_shards", copy_shards)
-        action()
-        return copy_shards(*arguments)
-
-    patch.setattr(backups, "_copy_shards", after_it)
-
-
-def test_a_trainer_that_is_started_again_fails_no_backup(
-    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It opens a session while the shards are copied."""
-    make_table(client)
-    with WeightClient(cluster.addresses) as trainer:
-        before_copying(monkeypatch, lambda: trainer.open_session("run"))
-        made = backups.backup(client, tmp_path / "made", checkpoint="one")
-    assert f"backup-{made.identity[:16]}" in {known.name for known in client.checkpoints()}
 
 
 @pytest.mark.guard
@@ -80,8 +55,7 @@ def test_a_failed_backup_takes_nothing_from_another_of_its_checkpoint(
     made = list[Backup]()
 
     def another_and_a_full_disk() -> None:
-        with WeightClient(cluster.addresses) as operator:
-            made.append(backup(operator, tmp_path / "other"))
+        made.append(by_another(cluster, tmp_path / "other"))
         raise OSError(28, "No space left on device")
 
     before_copying(monkeypatch, another_and_a_full_disk)
@@ -94,12 +68,7 @@ def test_a_backup_says_that_one_of_a_later_checkpoint_has_ended(
     cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_table(client)
-
-    def back_up_a_later_one() -> None:
-        with WeightClient(cluster.addresses) as another:
-            backup(another, tmp_path / "later", checkpoint="two")
-
-    before_copying(monkeypatch, back_up_a_later_one)
+    before_copying(monkeypatch, lambda: by_another(cluster, tmp_path / "later", checkpoint="two"))
     message = r"checkpoint 'one' or of its base, was released .* by another backup .*: repeat the command"
     with pytest.raises(NoTableError, match=message):
         backup(client, tmp_path / "backup", checkpoint="one")
@@ -112,12 +81,7 @@ def test_an_increment_says_that_another_backup_has_released_its_base(
     """One of the same checkpoint, to another place at the same time; repeated, it needs no base."""
     make_table(client)
     backup(client, tmp_path / "a/mon", checkpoint="one")
-
-    def back_up_elsewhere() -> None:
-        with WeightClient(cluster.addresses) as another:
-            backup(another, tmp_path / "b/tue", checkpoint="two")
-
-    before_copying(monkeypatch, back_up_elsewhere)
+    before_copying(monkeypatch, lambda: by_another(cluster, tmp_path / "b/tue", checkpoint="two"))
     message = r"checkpoint 'two' or of its base, was released .* by another backup .*: repeat the command"
     with pytest.raises(NoTableError, match=message):
         backup(client, tmp_path / "a/tue", checkpoint="two", incremental=True)
@@ -208,6 +172,4 @@ def test_a_killed_backup_can_be_repeated(
     assert not [*tmp_path.rglob("*.partial")]
     later = backup(client, tmp_path / "later", checkpoint="two")
     assert client.describe().checkpoint_names == {"one", "two", f"backup-{later.identity[:16]}"}
-    for shard in range(2):
-        restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
-    assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
+    assert same(restored(tmp_path / "backup", tmp_path / "new"), kept)

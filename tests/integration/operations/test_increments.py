@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.comparing import rows_in, same
+from tests.helpers.comparing import same
 from tests.helpers.operations import (
     NUM_STORED,
     ROWS,
@@ -22,8 +23,8 @@ from tests.helpers.operations import (
     flipped,
     make_table,
     push,
-    targets_in,
 )
+from tests.integration.operations.backups import by_another, restored
 from weightserver import ClusterError, LocalCluster, RowState, StorageError, TableSpec, WeightClient
 from weightserver.common.atomic_files import LOCK, directory_lock
 from weightserver.operations import backup as operation
@@ -48,13 +49,6 @@ def make_chain(client: WeightClient, directory: Path) -> dict[str, RowState]:
         backup(client, directory / name, incremental=True)
     push(client, 6, ROWS)
     return kept
-
-
-def restored(backed_up: Path, directory: Path) -> RowState:
-    """The rows of all shards of a backup, which are restored to a new directory."""
-    for shard, target in enumerate(targets_in(directory, 2)):
-        restore(backed_up, target, shard=shard)
-    return rows_in(targets_in(directory, 2))
 
 
 def rewrite(place: Path, made: Backup) -> None:
@@ -139,12 +133,12 @@ def test_a_chain_without_a_link_says_which(weightserver: Weightserver, client: W
 
 @pytest.mark.parametrize("what", ["rolled back", "released", "an earlier checkpoint", "another table", "moved away"])
 def test_a_backup_without_a_base_is_full(
-    what: str, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+    what: str, back_up: Callable[..., str], client: WeightClient, tmp_path: Path
 ) -> None:
     """The shards no longer know what was written since the last one, or it is not there."""
     make_table(client)
     last = backup(client, tmp_path / "last", checkpoint="two")
-    options = ["--output", tmp_path / "next", "--incremental"]
+    options = ["--incremental"]
     match what:
         case "rolled back":
             client.rollback("one")
@@ -159,9 +153,7 @@ def test_a_backup_without_a_base_is_full(
         case "moved away":
             (tmp_path / "elsewhere").mkdir()
             (tmp_path / "last").rename(tmp_path / "elsewhere/last")
-    status, said, error = weightserver("backup", *cluster.addresses, *options)
-    assert status == 0, error
-    assert said.endswith("/next, all: there is no base\n")
+    assert back_up(tmp_path / "next", *options).endswith("/next, all: there is no base\n")
     whole = backup(client, tmp_path / "whole", checkpoint=read_backup(Folder(tmp_path / "next")).checkpoint)
     assert read_backup(Folder(tmp_path / "next")).shards == whole.shards
 
@@ -193,7 +185,7 @@ def test_a_base_that_is_removed_meanwhile_makes_no_backup(
 
 
 def test_a_link_and_an_unfinished_backup_are_no_backups(
-    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+    back_up: Callable[..., str], client: WeightClient, tmp_path: Path
 ) -> None:
     """The link would name another backup one day, and its removal would take what it names."""
     backups = tmp_path / "backups"
@@ -202,16 +194,13 @@ def test_a_link_and_an_unfinished_backup_are_no_backups(
     backup(client, backups / "unfinished", checkpoint="one")
     (backups / "unfinished").rename(backups / ".tue.partial")  # killed when it had written its manifest
     (backups / "latest").symlink_to("mon")
-    command = ["backup", *cluster.addresses, "--incremental", "--output"]
-    status, said, error = weightserver(*command, backups / "wed", "--keep", 2)
-    assert status == 0, error
-    assert said.endswith("since backup mon\n")
+    assert back_up(backups / "wed", "--incremental", "--keep", 2).endswith("since backup mon\n")
     assert (backups / "mon/manifest.json").exists()
     assert (backups / "latest").is_symlink()
 
 
 def test_checkpoints_of_one_step_have_an_order(
-    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+    back_up: Callable[..., str], client: WeightClient, tmp_path: Path
 ) -> None:
     """That in which they were taken: the newest is backed up, and an increment has no later base."""
     make_table(client)
@@ -221,9 +210,7 @@ def test_checkpoints_of_one_step_have_an_order(
     client.checkpoint("a", step=4)
     backup(client, tmp_path / "newest")
     assert same(restored(tmp_path / "newest", tmp_path / "new"), client.fetch_state(ROWS))
-    options = ["--output", tmp_path / "earlier", "--checkpoint", "z", "--incremental"]
-    status, said, error = weightserver("backup", *cluster.addresses, *options)
-    assert status == 0, error
+    said = back_up(tmp_path / "earlier", "--checkpoint", "z", "--incremental")
     assert said.endswith("/earlier, all: there is no base\n")
 
 
@@ -246,10 +233,7 @@ def test_a_table_grows_between_two_links(client: WeightClient, tmp_path: Path) -
     rows = client.fetch_state(np.arange(1_200))
     made = backup(client, tmp_path / "large", incremental=True)
     assert (made.base, made.spec.num_rows) == ("small", 1_200)
-    for shard, target in enumerate(targets_in(tmp_path / "new", 2)):
-        restore(tmp_path / "large", target, shard=shard)
-    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as reader:
-        assert same(reader.fetch_state(np.arange(1_200)), rows)
+    assert same(restored(tmp_path / "large", tmp_path / "new"), rows)
 
 
 def test_two_commands_remove_the_same_backups(
@@ -277,8 +261,7 @@ def test_of_two_commands_at_once_the_newer_removes_the_others_backup(
 
     def remove_after_another(place: Any, made: Backup, keep: int) -> None:
         monkeypatch.setattr(operation, "_remove_others", remove_others)
-        with WeightClient(cluster.addresses) as another:
-            backup(another, tmp_path / "backups/newer")
+        by_another(cluster, tmp_path / "backups/newer")
         remove_others(place, made, keep)
 
     remove_others = operation._remove_others
@@ -307,7 +290,7 @@ def test_what_killed_backups_left_is_removed(client: WeightClient, tmp_path: Pat
 
 
 def test_the_newest_backups_are_kept_with_what_they_need(
-    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+    weightserver: Weightserver, back_up: Callable[..., str], client: WeightClient, tmp_path: Path
 ) -> None:
     """What is of another table stays, and what is no backup."""
     backups = tmp_path / "backups"
@@ -318,9 +301,7 @@ def test_the_newest_backups_are_kept_with_what_they_need(
     (backups / "notes").mkdir()
 
     def keep(name: str, number: int, *options: str) -> set[str]:
-        command = ["backup", *cluster.addresses, "--output", backups / name, "--keep", number, *options]
-        status, _, error = weightserver(*command)
-        assert status == 0, error
+        back_up(backups / name, "--keep", number, *options)
         return {path.name for path in backups.iterdir()} - {"other", "notes"}
 
     assert keep("thu", 1, "--incremental") == {"full", "tue", "wed", "thu"}
