@@ -16,28 +16,17 @@ import pytest
 from tests.helpers.commands import weightserver
 from tests.helpers.operations import assert_one_line
 from tests.helpers.stored import get, put
+from tests.integration.test_lost_writes import Trained
 from weightserver import StorageError, TableSpec, __version__
 from weightserver.common.version import FORMAT
-from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.lineage import Lineage
-from weightserver.core.versions import Version
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.verify import verify_directory
 from weightserver.shard.shard import Shard
 from weightserver.storage import directory as owner_files
 from weightserver.storage.interface import Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
-from weightserver.storage.records import (
-    State,
-    append_schedule,
-    put_json,
-    put_record,
-    write_lineage,
-    write_peers,
-    write_spec,
-    write_state,
-)
+from weightserver.storage.records import put_json, write_lineage, write_peers
 from weightserver.storage.shard_builder import ShardBuilder
 
 SPEC = TableSpec(num_rows=4_000, dim=64, rows_per_block=7)
@@ -48,37 +37,13 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.1)
 
 
-WRITE_ID = 7
-
-
 def make_shard(parent: Path, spec: TableSpec = SPEC) -> Path:
     """A stopped shard whose rows are all written and kept as checkpoint "kept"."""
-    path, codec = parent / "shard-0", BlockCodec(spec)
-    storage = LmdbStorage(path)
-    Shard(storage, shard=0, num_shards=1)
-    kept = ShardCheckpoint(
-        "kept",
-        3,
-        b"\xaa" * 16,
-        marks=(f"{0:016}:1",),
-        generation=0,
-        rows_stored=spec.num_rows,
-        num_rows=spec.num_rows,
-    )
-    with storage.write() as txn:
-        for block in range(spec.num_blocks):
-            buffer = codec.initial(block)
-            codec.mark_written(buffer, np.arange(min(spec.rows_per_block, spec.num_rows - block * spec.rows_per_block)))
-            codec.seal(block, WRITE_ID, buffer)
-            txn.put_block(Version(block, 0, WRITE_ID), buffer)
-        write_spec(txn, spec)
-        append_schedule(txn, 0, np.linspace(0.2, 0.1, 3, dtype=np.float32))
-        put_record(txn, "writers", b"w" * 16, bytes(136))
-        write_state(
-            txn, State(epoch=1, run="run", clock=3, rows_stored=spec.num_rows, generation=1, checkpoints=(kept,))
-        )
-    storage.close()
-    return path
+    made = Trained(parent / "shard-0", spec)
+    made.push(np.arange(spec.num_rows), 2)
+    made.checkpoint("kept")
+    made.storage.close()
+    return made.directory
 
 
 def serve(directory: Path) -> None:
@@ -91,15 +56,14 @@ def serve(directory: Path) -> None:
 
 
 def tree_page(directory: Path) -> int:
-    """The number of a leaf of `blocks`."""
-    data, number = (directory / "data.mdb").read_bytes(), -1
-    for page in range(2, len(data) // 4096):
-        header = data[4096 * page : 4096 * page + 16]
-        num_keys = (int.from_bytes(header[12:14], "little") - 16) // 2
-        if int.from_bytes(header[:8], "little") == page and header[10] == 2 and num_keys > 20:
-            number = page
-    assert number > 0
-    return number
+    """The number of the last leaf of `blocks`: its values have pages of their own."""
+    data = (directory / "data.mdb").read_bytes()
+    for page in reversed(range(2, len(data) // 4096)):
+        content = data[4096 * page : 4096 * (page + 1)]
+        first_value = int.from_bytes(content[16:18], "little")
+        if int.from_bytes(content[:8], "little") == page and content[10] == 2 and content[first_value + 4] & 1:
+            return page
+    raise AssertionError("no leaf has large values")
 
 
 def flip(directory: Path, position: int, bit: int) -> None:
