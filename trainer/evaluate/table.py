@@ -36,7 +36,7 @@ def evaluate_features(features: FeatureSet, name: str = "encoder") -> dict[str, 
     return results
 
 
-def print_table(results: Results, console: Console | None = None, *, images: str = "the test images") -> None:
+def print_table(results: Results, *, images: str = "the test images") -> None:
     """Prints top-1 on `images`, and the settings chosen on held-out training images."""
     table = Table(title=f"Top-1 on {images} (%)")
     table.add_column("features")
@@ -48,7 +48,7 @@ def print_table(results: Results, console: Console | None = None, *, images: str
         found = (row.get(protocol) for protocol in TITLES)
         cells = ((f"{one.top1:.2f}", f"{one.setting:g}") if one else ("none", "") for one in found)
         table.add_row(name, *(cell for pair in cells for cell in pair))
-    (console or Console()).print(table)
+    Console().print(table)
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
