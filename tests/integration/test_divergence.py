@@ -96,7 +96,9 @@ def test_rows_beyond_float32_are_neither_answered_nor_stored(client: WeightClien
                 assert max(sizes) > LARGEST  # a product on the way may be beyond float32, and the row not
                 assert f"row {row} would be infinite or NaN after update {step - 1}, nothing was" in error
     assert_push_is_refused(client, [9, 8], step=2, match="row 8 would be infinite or NaN after update 2,")
-    assert_push_is_refused(client, [20], step=2, size=LARGEST / 2, match="row 20 would be infinite .* after update 2,")
+    assert_push_is_refused(
+        client, [20], step=2, size=LARGEST / 2, match="row 20 would be infinite or NaN after update 2,"
+    )
     client.checkpoint("kept", step=2)
     write(client, 8, LARGEST, LARGEST, 100)
     assert (client.fetch([8], step=100) == np.float32(LARGEST)).all()
@@ -108,7 +110,9 @@ def test_late_gradients_beyond_float32_are_refused(client: WeightClient) -> None
     begin(client, SPEC, RATES)
     for row in (3, 4):
         write(client, row, 1.0, 0.0, 12)
-    assert_push_is_refused(client, [3, 4], step=10, size=LARGEST, match="row 3 would be infinite .* after update 11, ")
+    assert_push_is_refused(
+        client, [3, 4], step=10, size=LARGEST, match="row 3 would be infinite or NaN after update 11, "
+    )
     client.push_gradients([3, 4], np.ones((2, 2), np.float32), step=10)
     assert np.isfinite(client.fetch([3, 4], step=100)).all()
 

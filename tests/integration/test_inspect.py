@@ -129,6 +129,6 @@ def test_a_reader_that_ends_is_followed_by_another(
 
     monkeypatch.setattr(subprocess, "run", lambda _, **options: run(ABORTS, **options))
     with pytest.raises(
-        StorageError, match=r"cannot be read \(its reader ended with status -6\): run 'weightserver ver"
+        StorageError, match=r"cannot be read \(its reader ended with status -6\): run 'weightserver verify'"
     ):
         inspect_directory(tmp_path)

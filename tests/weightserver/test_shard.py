@@ -235,9 +235,10 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
 
 def test_operations_of_a_group_build_on_earlier_ones(tmp_path: Path) -> None:
     """As calls do that arrive while the disk is busy."""
+    spec = replace(SPEC, weight_decay=0.0)
 
     def create(batch: ShardChange) -> None:
-        batch.create_table(SPEC)
+        batch.create_table(spec)
 
     def open_session(batch: ShardChange) -> None:
         batch.open_session("run", 1, SESSION_ID)
@@ -245,7 +246,7 @@ def test_operations_of_a_group_build_on_earlier_ones(tmp_path: Path) -> None:
     with closing(Served(tmp_path)) as served:
         for future in served.group(create, open_session, pushing(header(1, 2))):
             assert future.exception() is None
-        np.testing.assert_allclose(served.weights()[ROWS], initial_rows(SPEC, ROWS) - 0.5, atol=1e-2)
+        np.testing.assert_allclose(served.weights()[ROWS], initial_rows(spec, ROWS) - 0.5, rtol=1e-6)
         dropped, pushed = served.group(ShardChange.drop_table, pushing(header(2, 3)))
         assert dropped.exception() is None
         assert isinstance(pushed.exception(), NoTableError)
@@ -264,7 +265,7 @@ def test_the_first_of_two_learning_rates_in_a_group_counts(served: Served, tmp_p
     with pytest.raises(TableMismatchError, match=r"the learning rate of step 0 is 0\.5 and was used, not 2"):
         second.result()
     weights = served.weights()
-    np.testing.assert_allclose(weights[ROWS], initial_rows(SPEC, ROWS) - 0.5, atol=1e-4)
+    np.testing.assert_allclose(weights[ROWS], initial_rows(SPEC, ROWS) * (1 - 0.5 * SPEC.weight_decay) - 0.5, rtol=1e-6)
     served.close()
     with closing(Served(tmp_path)) as again:
         with pytest.raises(TableMismatchError):

@@ -136,7 +136,9 @@ def test_a_pack_is_complete_by_a_whole_list_of_its_tars(packed: Path, tree: Path
     for damaged in ([], lines[:-1], [*lines[:-1], lines[-1][:50]], [lines[1], *lines[1:]], [*lines, lines[-1]]):
         path.write_bytes(b"".join(damaged))
         for read in (PackedImages, lambda one: pack(tree, one, options())):
-            with pytest.raises(ValueError, match=r"shards-0+\.jsonl is damaged, or an earlier .* it: remove it, and"):
+            with pytest.raises(
+                ValueError, match=r"shards-0+\.jsonl is damaged, or an earlier version .* began it: remove it, and rep"
+            ):
                 read(directory)
     path.unlink()
     with pytest.raises(ValueError, match="is not completely packed: repeat the command"):
@@ -432,7 +434,9 @@ def test_a_note_that_is_damaged_is_not_used(tree: Path, tmp_path: Path, monkeypa
         content = path.read_bytes()
         for damaged in (content[:-1], b"", b"[]" + content):
             path.write_bytes(damaged)
-            with pytest.raises(ValueError, match=f"^{path} does not match its checksum: remove it, and repeat the com"):
+            with pytest.raises(
+                ValueError, match=f"^{path} does not match its checksum: remove it, and repeat the command"
+            ):
                 pack(tree, tmp_path, options())
         path.write_bytes(content)
     note.unlink()

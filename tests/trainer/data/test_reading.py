@@ -732,7 +732,9 @@ def test_test_images_of_unknown_classes_are_omitted_with_a_line(
     write_shard(tmp_path / "test-000000.tar", classes[2:] * 3)
     without = load_dataset("folder", tmp_path, image_size=8)
     assert (len(without.test_images), without.can_hold_out) == (0, False)
-    with pytest.raises(ValueError, match=r"no training image is of a class of the test images .*: train with --no-ev"):
+    with pytest.raises(
+        ValueError, match=r"no training image is of a class of the test images .*: train with --no-eval"
+    ):
         without.check_evaluated(trained_on_labels=False)
 
 
