@@ -13,11 +13,27 @@ from benchmarks import large_shard
 
 ROOT = Path(__file__).parent.parent
 
+TOO_FEW = [
+    ("blocks", "--rounds", "1"),
+    ("blocks", "--num-stored", "8191"),
+    ("checkpoints", "--rounds", "1"),
+    ("checkpoints", "--rows", "10000"),
+    ("head", "--rounds", "1"),
+    ("large_shard", "--rows", "327599"),
+    ("measuring", "--rounds", "1"),
+    ("partial_fc", "--steps", "21"),
+    ("rows", "--rounds", "1"),
+    ("rows", "--rounds", "x"),
+    ("scale", "--steps", "6"),
+    ("steps", "--rounds", "0"),
+    ("steps", "--steps", "51"),
+    ("trees", "--rounds", "1"),
+    ("trees", "--shards", "0"),
+    ("wire", "--steps", "1"),
+]
 
-@pytest.mark.parametrize(
-    ("name", "option", "value"),
-    [("large_shard", "--rows", "327599"), ("rows", "--rounds", "x"), ("steps", "--rounds", "0")],
-)
+
+@pytest.mark.parametrize(("name", "option", "value"), TOO_FEW)
 def test_a_number_that_gives_no_spread_is_refused(
     name: str, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,17 +36,33 @@ def test_every_section_measures(gpus: Gpus, tmp_path: Path) -> None:
     found = {name: section["found"] for name, section in sections.items()}
     assert found.keys() == SECTIONS.keys()
 
+    assert found["rates"].keys() == {"generated", "none"}
     for by_number in found["rates"].values():
         assert by_number.keys() == {"1", "2"}
         for rate in by_number.values():
             assert rate["images_per_second"] == pytest.approx(TOY.batch_size / rate["step"]["p50"])
+            assert 0 < rate["data_share"] + rate["rows_share"] < 1
+    for compared in found["resident"].values():
+        assert compared["ratio"] == pytest.approx(compared["plain"]["p50"] / compared["resident"]["p50"])
+    assert found["resident"]["generated"]["resident"] == found["rates"]["generated"]["1"]["step"], "measured twice"
+
     cases = {(case["images"], case["rows"]): case for case in found["all-rows"]["cases"]}
     assert "refused" in cases.pop(("any", "all N"))
     assert cases.keys() == {("tiny", "all N"), ("tiny", "K"), ("any", "K")}
-    for seen in (seen for by_number in found["idle"].values() for seen in by_number.values()):
-        assert seen["busy_seconds"] > 0
-        assert seen["waits"] == pytest.approx(sum(seen["waits_by_line"].values()))
+    for case in cases.values():
+        steps = case["num_images"] / TOY.batch_size
+        assert case["epoch_seconds"] == pytest.approx(steps * case["step"]["p50"])
+        assert case["peak_bytes"] > 0
+
+    for by_number in found["idle"].values():
+        for seen in by_number.values():
+            assert seen["traced"] == "CPU"
+            assert seen["kernels"] > 0
+            assert seen["busy_seconds"] > 0
+            assert 0 <= seen["idle_share"] < 1
+            assert seen["waits"] == pytest.approx(sum(seen["waits_by_line"].values()))
     assert found["idle"]["generated"]["1"]["waits"] > 0, "the logged step waits for its loss"
+
     assert found["memory"].keys() == {"4", "8"}
     text = (tmp_path / "gpu.md").read_text()
     assert all(f"## {name}\n" in text for name in SECTIONS)

@@ -68,6 +68,10 @@ class Faults:
     timeout_seconds: float = 5
     """Deadline of requests that are forwarded without a waiting caller."""
 
+    def __post_init__(self) -> None:
+        if self.refuse + self.swallow + max(self.lose_reply + self.twin + self.cut_write, self.cut_fetch) > 1:
+            raise ValueError(f"a call meets one fault at most, but their probabilities add up beyond 1: {self}")
+
 
 @dataclass(frozen=True)
 class Request:
