@@ -51,8 +51,15 @@ def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
     moved = tmp_path / "moved.csv"
     moved.write_text("\n".join(map(str, np.load(labels))))
     np.save(tmp_path / "other.npy", np.load(labels)[::-1])
-    with pytest.raises(ValueError, match="the class map is not that of the run"):
-        train(small_run(tmp_path / "run", **changes | {"labels": str(tmp_path / "other.npy")}, resume=True))
+    np.save(tmp_path / "fewer.npy", np.load(labels)[:-1])
+    for other, message in (
+        (None, "the run has a class map: give its --labels"),
+        ("other.npy", "the class map is not that of the run"),
+        ("fewer.npy", "--labels .* has 299 labels for 300 images: give one label for each image"),
+    ):
+        changed = changes | {"labels": other and str(tmp_path / other)}
+        with pytest.raises(ValueError, match=message):
+            train(small_run(tmp_path / "run", **changed, resume=True))
     train(small_run(tmp_path / "run", **changes | {"labels": str(moved)}, resume=True))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     ours, theirs = (load_encoder(tmp_path / n / "encoder.safetensors")[0].state_dict() for n in ("run", "whole"))
@@ -132,6 +139,7 @@ def test_options_without_effect_are_refused(options: list[str], message: str) ->
         ({"labels": "classes"}, "--labels classes: these images have no labels: give a file"),
         ({"labels": "/no/such/labels.npy"}, "--labels /no/such/labels.npy: cannot read .*: give a .npy file"),
         ({"num_negatives": 61}, "--num-negatives is 61, but there are only 60 classes: choose fewer"),
+        ({"negatives": "uniform", "num_negatives": 18}, "leaves 2 rows to sample, less than a block of 5"),
         ({"negatives": "both", "num_negatives": 20}, "--num-negatives is 20, of which 10 are recent ones, but a batch"),
         ({"capacity": 50}, "--capacity is 50, but the 3 steps that are requested in advance need 60: raise"),
     ],
