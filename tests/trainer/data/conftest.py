@@ -23,11 +23,13 @@ def done(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that ends with status 1; returns the last line that it says."""
+    """Runs a command that ends with status 1; returns its one line, after what it says of a source."""
 
     def run(*arguments: object) -> str:
         capsys.readouterr()
         assert data_command(*arguments) == 1
-        return capsys.readouterr().err.splitlines()[-1]
+        *of_source, line = capsys.readouterr().err.splitlines()
+        assert all(one.startswith("left out of ") or " are splits: " in one for one in of_source)
+        return line
 
     return run

@@ -135,7 +135,13 @@ def first_line(started: subprocess.Popen[str]) -> str:
 
 
 def test_parts_on_several_machines_are_the_pack_of_one_process(
-    bucket: Proxy, tree: Path, whole: Path, target: Path, tmp_path: Path, refused: Callable[..., str]
+    bucket: Proxy,
+    tree: Path,
+    whole: Path,
+    target: Path,
+    tmp_path: Path,
+    done: Callable[..., str],
+    refused: Callable[..., str],
 ) -> None:
     """One waits for the list of images; one is killed, and repeated elsewhere as parts of another number."""
     place, shown = f"/images/{target.name}", objects.shown(target)
@@ -169,7 +175,8 @@ def test_parts_on_several_machines_are_the_pack_of_one_process(
         assert read == [f"{place}/manifest.json", f"{place}/test/manifest.json"], "once"
         assert not [path for path in (tmp_path / "three").rglob("*") if path.suffix in (".tar", ".bin")]
         assert not set(bucket.writes(".tar")) & before, "what was finished is not sent again"
-    assert call("pack", "merge", shown, "--cache-dir", tmp_path / "four") == 0
+    said = done("pack", "merge", shown, "--cache-dir", tmp_path / "four")
+    assert said.startswith(f"{shown}: 53 images in 1 range(s), 3 named classes, ")
     assert stored(target) == contents(whole)
     assert not [path for path in (tmp_path / "four").rglob("*") if path.is_file()]
     assert call("verify", shown) == 0
@@ -224,6 +231,19 @@ def test_nothing_is_joined_before_all_tars_are_there(
     pack(tree, target, options(cache, Part(0, 3)))
     merge(target, source_options(cache))
     assert stored(target) == contents(whole)
+
+
+def test_a_merge_that_is_interrupted_at_its_end_is_repeated(
+    packed: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine: when the pack is complete, what parts noted is removed."""
+    with monkeypatch.context() as patched:
+        patched.setattr(finished_tars, "remove", die)
+        with pytest.raises(Killed):
+            merge(packed, source_options(tmp_path / "one"))
+    assert Manifest.load(packed).complete
+    assert merge(packed, source_options(tmp_path / "two")) == Manifest.load(whole)
+    assert stored(packed) == contents(whole)
 
 
 @pytest.mark.parametrize("then", ["__init__", "joined"])
@@ -440,8 +460,8 @@ def test_a_bucket_holds_one_pack_and_it_is_made_in_one_way(
     whole: Path,
     packed: Path,
     tmp_path: Path,
+    done: Callable[..., str],
     refused: Callable[..., str],
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     cache, shown, other = tmp_path / "cache", objects.shown(packed), packed.with_name(f"{packed.name}-other")
     bucket.requests.clear()
@@ -455,16 +475,19 @@ def test_a_bucket_holds_one_pack_and_it_is_made_in_one_way(
     for source in (packed, whole):
         with pytest.raises(ValueError, match=rf"^{objects.shown(source)} holds packed images: give the folder or list"):
             pack(source, other, options(cache))
-    objects.write(other / "rows-000000000000.tar", b"another")
-    wrong = refused("pack", tree, objects.shown(other), "--cache-dir", cache, "--part", "0/2")
-    assert f"{objects.shown(other)} holds other files: give another place, or remove them" in wrong
-    objects.remove([other / "rows-000000000000.tar"])
+    in_parts = ["pack", tree, objects.shown(other), "--cache-dir", cache, "--part", "0/2"]
+    for left in (other / "rows-000000000000.tar", other / "test/shards-000000000000.jsonl"):
+        objects.write(left, b"another")
+        for command in (in_parts, in_parts[:-2]):
+            wrong = refused(*command)
+            assert f"{objects.shown(other)} holds other files: give another place, or remove them" in wrong
+        assert objects.below(other) == [left]
+        objects.remove([left])
     for part in ("0/2", "1/2"):  # which would wait for the first
         assert "give --cache-dir" in refused("pack", tree, objects.shown(other), "--part", part)
     assert Reason.MISSING.value in refused("pack", tree, "s3://nowhere/new", "--cache-dir", cache)
-    capsys.readouterr()
-    assert call("pack", tree, objects.shown(other), "--cache-dir", cache, "--part", "0/2") == 0
-    assert f"; 'pic pack merge {objects.shown(other)} --cache-dir DIR' joins all parts\n" in capsys.readouterr().out
+    joins = f"'pic pack merge {objects.shown(other)} --cache-dir DIR' joins all parts"
+    assert done(*in_parts) == f"{objects.shown(other)}: part 0/2 of 53 images; {joins}\n"
 
 
 def test_one_command_lists_the_images(

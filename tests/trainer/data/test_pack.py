@@ -28,7 +28,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.finished_tars import FinishedTars
 from trainer.data.listing import Entry, Listing
-from trainer.data.manifest import LOCK, Manifest, shards_path
+from trainer.data.manifest import LOCK, Manifest, index_path, shards_path
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.packed import PackedImages
 from trainer.data.reading import read_source
@@ -167,6 +167,14 @@ def test_extending_adds_a_range_and_changes_no_old_byte(tmp_path: Path) -> None:
     for row, image in zip(range(20, 34), order.images(np.arange(20, 34)), strict=True):
         assert new.read_row(row) == (tree / fresh[image - 20]).read_bytes()
     pack(tree, directory, options(extend=True))  # nothing is new any more
+    assert contents(directory) == after
+    for path in (listed := shards_path(directory, 20), index_path(directory, 20), max(directory.glob("*.tar"))):
+        os.truncate(path, path.stat().st_size // 2)  # as earlier versions left them of what was not finished
+    with pytest.raises(ValueError, match=rf"^{listed} is damaged, .*: remove it, and repeat"):
+        PackedImages(directory)
+    listed.unlink()
+    assert len(PackedImages(directory)) == 20
+    pack(tree, directory, options(extend=True))
     assert contents(directory) == after
     os.truncate(shards_path(directory, 0), 0)
     with pytest.raises(ValueError, match=r"began it: pack the images again, into a new directory$"):

@@ -313,12 +313,14 @@ def test_a_tar_that_two_parts_pack_at_the_same_time_is_that_of_one(changed: bool
         waiting = thread.submit(pack, tree, output, options(whole))
         wait_until(lambda: waits_for_a_lock(os.getpid()) or waiting.done())
         assert not tar.exists()
-        tar.write_bytes((first / tar.name).read_bytes()[:: -1 if changed else 1])
+        tar.write_bytes(content := (first / tar.name).read_bytes()[:: -1 if changed else 1])
         shutil.copy(first / "parts" / note.name, note)
         fcntl.flock(lock, fcntl.LOCK_UN)
         wrong = r"\.tar was packed by another command meanwhile, with other content"
         with pytest.raises(ValueError, match=wrong) if changed else nullcontext():
             waiting.result(60)
+    assert tar.read_bytes() == content
+    assert (output / "parts" / note.name).read_bytes() == (first / "parts" / note.name).read_bytes()
 
 
 def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Path, tmp_path: Path) -> None:
