@@ -434,4 +434,7 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
     found = evaluate_features(encoder_features(trainer.results._untrained(run), part, pixels))
     compared = json.loads((output / "comparison.json").read_text())
     assert compared["untrained encoder"] == {name: asdict(result) for name, result in found.items()}
+    for name, results in compared.items():
+        figures = "".join(f" │ {one['top1']:.2f} │ {one['setting']:g}" for one in map(results.get, ("knn", "linear")))
+        assert f"│ {name}{figures} │" in printed
     assert drawn[0]["references"].keys() == {f"held-out images: {name}" for name in compared}

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 OPEN = """
 import sys
 from pathlib import Path
+import numpy as np
 from trainer.data import load_dataset
 
 def memory():
@@ -29,6 +30,8 @@ def memory():
 before = memory()
 opened = load_dataset("packed", Path(sys.argv[1]), image_size=224)
 print(memory() - before)
+ids = np.arange(10_000_000)
+assert (opened.train_labels.numpy() == (ids + (ids % 100 == 0)) % 1_000).all()
 """
 
 

@@ -135,6 +135,9 @@ class tars in capitals
 shards of splits in capitals
   test-000000.TAR:0.jpg,0.cls=1 train-000000.TAR:0.jpg,0.cls=2
   train train-000000.TAR:0.jpg=2 test test-000000.TAR:0.jpg=1
+shards in capitals by their prefixes
+  new-000000.TAR:0.jpg,0.cls=1 old-000000.TAR:0.jpg,0.cls=2 --split old:new
+  old old-000000.TAR:0.jpg=2 new new-000000.TAR:0.jpg=1
 """
 """By name: files (NAME, NAME=TEXT or TAR:MEMBER,…) and options; the images, after the name of their split if there is
 one; and what the reading says of it."""

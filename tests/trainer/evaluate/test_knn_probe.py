@@ -80,8 +80,10 @@ def test_the_same_images_are_evaluated_each_time(data_dir: Path, monkeypatch: py
     monkeypatch.setattr(trainer.evaluate.knn_probe, "NUM_IMAGES", 200)
     dataset, model = load_dataset("idx", data_dir), build_model(SMALL, seed=0)
     encoder = model.encoder.train()
-    probe = KnnProbe(model, dataset, Ranks(), seed=0)
+    probe, sizes = KnnProbe(model, dataset, Ranks(), seed=0), list[int]()
+    encoder.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
     found = [probe.observe(due=True) for _ in range(2)]
+    assert sizes == [128, 72] * 2
     assert encoder.training
     chosen = balanced_sample(dataset.train_labels, 200, seed=0)
     features = encode(encoder, dataset.train_images[chosen], None, MINUS_ONE_TO_ONE)

@@ -18,6 +18,7 @@ from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate.command import parse
+from trainer.evaluate.features import Frozen
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.evaluate.run import _images, _reading
 from trainer.evaluate.subjects import Subject
@@ -299,7 +300,7 @@ def test_the_documented_command_of_two_ranks(run_dir: Path, data_dir: Path) -> N
         (["linear-cached", "--pixels", "--folds", "1"], "--folds must be at least 2, got 1"),
         (
             ["linear-cached", "--pixels", "--dataset", "idx", "--folds", "1000"],
-            "too few for 1000 folds: each needs one",
+            "training images are too few for 1000 folds: each needs one\n",
         ),
         (["knn", "--pixels", "--name", "a/b"], "--name 'a/b' is not a file's name"),
         (["knn", "--pixels", "--dataset", "synthetic"], "--dataset 'synthetic' is unknown or has no labels"),
@@ -316,8 +317,11 @@ def test_bad_input_gives_one_line_and_status_2(
     run_dir: Path,
     data_dir: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Before features are computed."""
+    monkeypatch.setattr(Frozen, "of_images", lambda *_: pytest.fail("features were computed"))
     colour = tmp_path / "colour.safetensors"
     config = replace(COLOUR, image_size=28)
     save_encoder(build_model(config, seed=0).encoder, config, colour)

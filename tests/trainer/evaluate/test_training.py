@@ -146,7 +146,9 @@ def of_all(directory: Path, ranks: Ranks | None = None) -> Outcome:
         save_encoder(build_model(EncoderConfig(), seed=1).encoder, EncoderConfig(), path)
     given = path if ranks is None or ranks.is_first else Path("on another machine")
     subject = load_subject(SubjectOptions(encoder=given), ranks or Ranks())
-    assert load_subject(SubjectOptions(pixels=True), ranks or Ranks()).encoder is None
+    assert (subject.name, subject.config) == (str(path), EncoderConfig())
+    pixels = load_subject(SubjectOptions(pixels=True), ranks or Ranks())
+    assert (pixels.name, pixels.encoder) == ("raw pixels", None)
     found |= {name: float(value.double().sum()) for name, value in subject.network.state_dict().items()}
     if ranks is not None:
         own = made_evaluation(SeesRows(), directory / f"of rank {ranks.rank}", ranks=ranks)
