@@ -12,7 +12,7 @@ from cryptography import x509
 
 from trainer.rows_config import ServersConfig
 from trainer.settings import SettingError
-from weightserver import WeightClient
+from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.addresses import is_loopback, parse_addresses, split_address
 from weightserver.operations.certificates import write_certificates
 from weightserver.torch.settings import Servers
@@ -120,3 +120,10 @@ def test_a_certificate_has_the_names_of_a_range(tmp_path: Path) -> None:
     assert names.get_values_for_type(x509.DNSName) == ["ws-0.ws", "ws-1.ws", "ws-2.ws"]
     with pytest.raises(ValueError, match=r"'ws-\{2..1\}.ws' goes down"):
         write_certificates(tmp_path / "other", ["ws-{2..1}.ws"])
+
+
+def test_a_client_calls_the_servers_of_a_range(cluster: LocalCluster) -> None:
+    ranges = [re.sub(r":(\d+)$", r":{\1..\1}", address) for address in cluster.addresses]
+    with WeightClient(ranges) as client:
+        client.create_table(TableSpec(num_rows=100, dim=4))
+        assert [shard.address for shard in client.describe().shards] == cluster.addresses

@@ -118,10 +118,11 @@ def test_a_process_shows_its_memory_and_its_threads_time(cluster: LocalCluster, 
     assert metric(address, of_calls) > before, "the threads that answer calls"
 
 
-def test_every_metric_says_what_it_is(cluster: LocalCluster) -> None:
+def test_every_metric_says_what_it_is(cluster: LocalCluster, client: WeightClient) -> None:
     """And not when it was created."""
+    client.create_table(TableSpec(num_rows=40, dim=8))
     pages = page(cluster.metrics_addresses[0]), shared.page(metrics_of_clients.registry).decode()
-    assert not any("_created" in text for text in pages)
+    assert all("_total" in text and "_created" not in text for text in pages)
     for family in text_string_to_metric_families(pages[0]):
         assert family.documentation.endswith(".") or family.name.startswith("process_"), family.name
         if family.type == "histogram":

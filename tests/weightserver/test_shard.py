@@ -309,6 +309,7 @@ def test_a_full_committer_refuses_and_drains_when_closed() -> None:
     go.set()
     assert committer.close(60)
     assert seen == [n for n in range(MAX_WAITING) if n != 7]
+    assert all(future.done() for future in waiting)
     with pytest.raises(OverloadedError):
         committer.submit(lambda batch: None)  # which nothing would commit
 

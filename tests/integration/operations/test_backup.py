@@ -164,7 +164,7 @@ def test_two_backups_of_one_checkpoint_at_once(
 
 
 def test_the_last_backups_checkpoint_is_kept_until_the_next_has_ended(
-    client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that is started again meanwhile, and opens a session, does not fail the backup."""
     make_table(client)
@@ -174,16 +174,17 @@ def test_the_last_backups_checkpoint_is_kept_until_the_next_has_ended(
 
     def watch(path: Path, *arguments: Any, **options: Any) -> None:
         atomic_write(path, *arguments, **options)
-        client.open_session("run")
+        trainer.open_session("run")
         if path.name == "manifest.json":
             seen.extend(known.name for known in client.checkpoints())
 
     monkeypatch.setattr(backup_places, "atomic_write", watch)
-    second = backup(client, tmp_path / "second")
-    names = [f"backup-{made.identity[:16]}" for made in (first, second)]
-    assert set(seen) > {*names, "two"}, "the second is not yet complete"
-    assert {known.name for known in client.checkpoints()} == {names[1], "two"}
-    backup(client, tmp_path / "again", checkpoint="two")
+    with WeightClient(cluster.addresses) as trainer:
+        second = backup(client, tmp_path / "second")
+        names = [f"backup-{made.identity[:16]}" for made in (first, second)]
+        assert set(seen) > {*names, "two"}, "the second is not yet complete"
+        assert {known.name for known in client.checkpoints()} == {names[1], "two"}
+        backup(client, tmp_path / "again", checkpoint="two")
     assert {known.name for known in client.checkpoints()} == {names[1], "two"}
 
 
