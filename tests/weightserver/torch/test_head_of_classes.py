@@ -51,7 +51,8 @@ class FullSoftmax:
 
     def step(self, features: Tensor, labels: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss = Loss()(features.detach(), self.weight, labels)
+        self.features = features.detach().requires_grad_()
+        loss = Loss()(self.features, self.weight, labels)
         loss.backward()
         self.optimizer.step()
         return loss
@@ -67,6 +68,7 @@ def test_with_all_classes_each_step_is_that_of_a_dense_full_softmax(rows: str, a
             loss.backward()
             head.step(learning_rate=RATE)
             torch.testing.assert_close(loss, dense.step(features, labels), rtol=1e-5, atol=0)
+            torch.testing.assert_close(features.grad, dense.features.grad, rtol=1e-5, atol=1e-6)
         difference = (head.rows(every) - dense.weight.detach()).norm(dim=1) / dense.weight.detach().norm(dim=1)
         assert difference.max() <= 1e-5
 

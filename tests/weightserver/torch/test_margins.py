@@ -137,7 +137,7 @@ def test_a_margin_decreases_with_the_angle_and_never_helps(kind: MarginKind, qua
     cosines = torch.linspace(1, -1, 20_001, dtype=torch.float64)[:, None]
     margin, allowed = margin_of(kind, None), 2e-4 if kind == "adaface" else 1e-12
     found = margin.of(cosines, torch.full((20_001,), quality, dtype=torch.float64))
-    assert (found.diff(dim=0) <= 1e-12).all()
+    assert (found.diff(dim=0) < (1e-12 if kind == "adaface" else 0)).all()
     assert (found <= cosines + allowed).all()
     assert found.min() >= margin.lowest_cosine - allowed
 
