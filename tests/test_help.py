@@ -66,6 +66,11 @@ MISTYPED: list[tuple[Main, str, str]] = [
         "insepct",
         "weightserver: argument COMMAND: invalid choice 'insepct': did you mean inspect?",
     ),
+    (
+        weightserver.cli.main,
+        "inspect d --log-format jsn",
+        "weightserver inspect: argument --log-format: invalid choice 'jsn': did you mean json?",
+    ),
     (trainer.embed.main, "--otput x", "pic embed: unknown option --otput: did you mean --output?"),
     (
         trainer.data.__main__.main,

@@ -232,10 +232,15 @@ def test_runs_with_other_defaults_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(file.read_text()) == made, "an option that is new is checked from now on"
     for setting in ("pic.temperature", "pic.encoder.width", "pic.init_std", "cifar-10.temperature"):
         file.write_text(json.dumps(made | {setting: 2 * made[setting]}))
-        assert main(["run", "--directory", str(directory), "--results", str(tmp_path / "results")]) == 1
-        error = capsys.readouterr().err
-        assert f"{directory} was made with the default {setting} {2 * made[setting]}" in error
-        assert error.count("\n") == 1
+        for arguments in (
+            ["run", "--directory", str(directory), "--results", str(tmp_path / "results")],
+            ["page", "--results", str(directory), "--docs", str(tmp_path / "docs")],
+        ):
+            assert main(arguments) == 1
+            error = capsys.readouterr().err
+            assert f"{directory} was made with the default {setting} {2 * made[setting]}" in error
+            assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"], "no page"
 
 
 def test_tiny_cells_have_results_of_their_own(
