@@ -127,6 +127,7 @@ def test_rows_of_a_checkpoint_are_exported_beside_a_run(tmp_path: Path, capsys: 
             ("kept", np.arange(7, 19), {"step": EVERY, "checkpoint": name}),
         ):
             with safe_open(next((tmp_path / output).iterdir()), "np") as file:
+                assert np.array_equal(file.get_tensor("row"), rows)
                 assert np.array_equal(file.get_tensor("image"), RowOrder(NUM_IMAGES, 11).images(rows))
                 assert np.array_equal(file.get_tensor("weight"), client.fetch(rows, **state))
         assert export(run, "--output", tmp_path / "no") == 1

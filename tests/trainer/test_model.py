@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -43,6 +44,12 @@ def test_shapes_from_images_to_embeddings(config: EncoderConfig, feature_dim: in
     assert isinstance(last, torch.nn.Linear)
     assert (linear.in_features, linear.out_features, last.out_features) == (feature_dim, feature_dim, 16)
     assert isinstance(relu, torch.nn.ReLU)
+
+
+def test_building_a_model_leaves_torchs_generator_as_it_is() -> None:
+    before = torch.get_rng_state()
+    build_model(SMALL, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_embeddings_are_centred_and_scaled_without_parameters() -> None:
@@ -118,6 +125,11 @@ def test_an_encoder_file_rebuilds_the_encoder(tmp_path: Path, config: EncoderCon
     assert [entry.name for entry in tmp_path.iterdir()] == ["encoder.safetensors"]
 
 
+def cut_off(path: Path) -> None:
+    save_encoder(build_encoder(SMALL), SMALL, path)
+    os.truncate(path, path.stat().st_size - 10)
+
+
 def naming(encoder: dict[str, Any], path: Path) -> None:
     metadata = {"format": "pic-encoder-1", "encoder": json.dumps(encoder)}
     save_file({"weight": torch.zeros(3)}, path, metadata=metadata)
@@ -128,6 +140,7 @@ def naming(encoder: dict[str, Any], path: Path) -> None:
     [
         (lambda path: None, "cannot read encoder file .*give one that the trainer wrote"),
         (lambda path: path.write_text("not an encoder\n" * 100), "cannot read encoder file"),
+        (cut_off, "cannot read encoder file"),
         (lambda path: save_file({"weight": torch.zeros(3)}, path), "not a pic-encoder-1 file"),
         (
             lambda path: save_encoder(build_encoder(SMALL), EncoderConfig(width=4), path),

@@ -113,6 +113,17 @@ def test_a_row_that_enters_while_it_is_written_back_comes_from_there(watched: Wa
     watched.may_write.set()
 
 
+def test_a_row_that_leaves_twice_before_its_write_is_written_once(watched: WatchedClient, make_store: Any) -> None:
+    """As it left last: older updates alone would be a loss."""
+    store = make_store(capacity=2, prefetch_steps=0, write_back_rows=100)
+    for step in range(6):
+        step_with(store, step, rows(1, 2) if step % 2 == 0 else rows(3, 4))
+    held = store.peek(rows(1, 2, 3, 4), step=6)
+    store.flush()
+    assert sorted(np.concatenate(watched.written).tolist()) == [1, 2, 3, 4]
+    np.testing.assert_array_equal(watched.fetch(rows(1, 2, 3, 4), step=6), held)
+
+
 def test_rows_that_return_are_counted_with_their_gaps(make_store: Any) -> None:
     store = make_store(capacity=2, prefetch_steps=0)
     for step, active in enumerate([rows(1, 2), rows(2, 9), rows(1, 2), rows(8, 9), rows(2, 9)]):

@@ -431,6 +431,7 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
     assert "Top-1 on 16 training images, held out by class (%)" in printed
     assert "Untrained encoder: of 100 of the 160 training images, to save minutes." in printed
     part, pixels = trainer.results._part(with_held_out(dataset), 100), run.config.model.encoder.pixels
+    assert (len(part.train_images), len(part.test_images)) == (100, 16)
     found = evaluate_features(encoder_features(trainer.results._untrained(run), part, pixels))
     compared = json.loads((output / "comparison.json").read_text())
     assert compared["untrained encoder"] == {name: asdict(result) for name, result in found.items()}

@@ -308,7 +308,11 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
             r"whose --temperature is 0\.2, not 0\.3: give the same settings",
         ),
         ({"optimizer": "lamb"}, True, r"whose --optimizer is sgd, not lamb: give the same settings"),
-        ({"steps": 39}, True, r"40 updates, not 39: it can become longer, not shorter: give --steps 40"),
+        (
+            {"steps": 39},
+            True,
+            r"a length of 40 updates, not 39: it can become longer, not shorter: give --steps 40",
+        ),
         ({"steps": None, "epochs": 2.0}, True, r"40 updates, not 38: .* not shorter: give --steps 40"),
         ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
         ({"rows": "dense"}, True, r"--rows dense saves no checkpoints: omit --resume"),
@@ -319,6 +323,7 @@ def test_resume_rejects_other_runs(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         train(small_run(undisturbed if there else tmp_path / "none", **{"resume": True} | changes))
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.guard

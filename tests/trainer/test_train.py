@@ -242,7 +242,7 @@ def test_training_over_tls_with_a_token(data_dir: Path, tmp_path: Path) -> None:
         ("--seed 99999999999999999999", r"--seed must lie in 0\.\.2\^64-1, got 9{20}"),
         (
             "--capacity 79",
-            r"^trainer: --capacity is 79, but the \d steps that are requested in advance need 112: raise",
+            r"^trainer: --capacity is 79, but the \d steps that are requested in advance need 112: raise it, or",
         ),
         ("--num-images 161", r"--num-images must lie in 1\.\.160, .* got 161"),
         (
