@@ -86,6 +86,13 @@ def test_large_windows_do_not_pile_up() -> None:
     assert held < 3 * 8 * size
 
 
+def test_visits_may_be_given_as_numpy_integers() -> None:
+    """Whose products would overflow."""
+    schedule, start = VisitSchedule(num_rows=10**9, window_size=7, window_stride=2, seed=0), 10**15
+    visits = schedule.visits(np.int64(start), np.int64(start + 20))  # type: ignore[arg-type]
+    assert np.array_equal(visits, schedule.visits(start, start + 20))
+
+
 def test_windows_are_shuffled_each_in_its_own_way() -> None:
     schedule = VisitSchedule(num_rows=1000, window_size=500, window_stride=500, seed=1)
     first, third = schedule.visits(0, 500), schedule.visits(1000, 1500)  # the same rows
