@@ -69,6 +69,19 @@ def test_an_empty_directory_takes_init(tmp_path: Path) -> None:
     assert "warning" in next(line for line in log.splitlines() if "--init has no effect" in line)
 
 
+def test_a_disk_that_is_full_at_the_first_start_leaves_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_short(path: bytes, **_: object) -> None:
+        (Path(os.fsdecode(path)) / "data.mdb").write_bytes(bytes(4096))  # the first of two pages
+        raise lmdb.DiskError("No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(lmdb, "open", cut_short)
+        assert "No space left" in refused(tmp_path / "shard", init=True)
+    LmdbStorage(tmp_path / "shard").close()
+
+
 @pytest.mark.parametrize("init", [True, False])
 def test_a_directory_of_other_files_is_refused(init: bool, tmp_path: Path) -> None:
     """--data-dir names the wrong folder, which keeps its contents and mode."""

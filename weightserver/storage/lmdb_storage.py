@@ -137,6 +137,7 @@ class LmdbStorage:
 
     def _open_environment(self, *, readahead: bool) -> lmdb.Environment:
         data, readonly = files.data_file(self.directory), self._readonly
+        is_new = not files.holds_data(self.directory)
         least = (data.stat().st_size if data.exists() else 0) + _ROOM_BYTES
         try:
             return lmdb.open(
@@ -154,6 +155,8 @@ class LmdbStorage:
         except lmdb.Error:
             if not readonly:
                 files.require_maps(self.directory)
+                if is_new:
+                    data.unlink(missing_ok=True)  # a full disk may have taken a part, which would count as damage
             raise
 
     def _read_contents(self, last_transaction: int) -> bytes:
