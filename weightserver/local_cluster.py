@@ -25,6 +25,8 @@ from weightserver.core.errors import ShardUnavailableError
 
 _MARKER = "cluster.json"
 _START_SECONDS = 60.0
+_LOOKED_AT_BYTES = 10_000_000
+"""Bytes of a data file for which a start may take another second: it looks at every block, anywhere on the disk."""
 _STOP_SECONDS = 30.0
 
 
@@ -170,10 +172,13 @@ class LocalCluster(Closing):
         assert process.stdout is not None
         lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=lambda out=process.stdout: lines.put(out.readline()), daemon=True).start()
+        data = self.directory / f"shard-{shard}" / "data.mdb"
+        seconds = _START_SECONDS + (data.stat().st_size if data.exists() else 0) / _LOOKED_AT_BYTES
         try:
-            line = lines.get(timeout=_START_SECONDS)
+            line = lines.get(timeout=seconds)
         except queue.Empty:
-            line = ""
+            late = f"shard {shard} did not start within {seconds:.0f} s: see {self._log(shard)}"
+            raise ShardUnavailableError(late) from None
         if not line:
             last = self._log(shard).read_text().strip().rpartition("\n")[2]
             raise ShardUnavailableError(f"shard {shard} did not start: {last or 'its log is empty'}")

@@ -82,6 +82,16 @@ def test_a_disk_that_is_full_at_the_first_start_leaves_no_damage(
     LmdbStorage(tmp_path / "shard").close()
 
 
+def test_a_large_local_shard_has_more_time_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalCluster(1, tmp_path) as cluster:
+        monkeypatch.setattr("weightserver.local_cluster._START_SECONDS", 0.0)
+        monkeypatch.setattr("weightserver.local_cluster._LOOKED_AT_BYTES", 200)
+        cluster.restart(0)
+        monkeypatch.setattr("weightserver.local_cluster._LOOKED_AT_BYTES", 1_000_000_000)
+        with pytest.raises(ShardUnavailableError, match=r"shard 0 did not start within 0 s: see .*shard-0\.log"):
+            cluster.restart(0)
+
+
 @pytest.mark.parametrize("init", [True, False])
 def test_a_directory_of_other_files_is_refused(init: bool, tmp_path: Path) -> None:
     """--data-dir names the wrong folder, which keeps its contents and mode."""
