@@ -517,6 +517,9 @@ def test_lineages_are_cut_and_joined() -> None:
     long = Lineage().joined(f"{number:016x}:1" for number in range(MAX_ANCESTORS + 3))
     assert len(long.ancestors) == MAX_ANCESTORS
     assert long.holds(f"{MAX_ANCESTORS:016x}:1")
+    several = Lineage.of_all([long.marks, [f"{first}:1", f"{second}:2"], [f"{number:016x}:9" for number in range(4)]])
+    assert len(several.ancestors) == MAX_ANCESTORS
+    assert all(several.holds(mark) for mark in [*long.marks[-1000:], f"{first}:1", f"{second}:2", f"{3:016x}:9"])
 
 
 def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(

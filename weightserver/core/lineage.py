@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_ANCESTORS = 4_096
@@ -47,6 +48,13 @@ class Lineage:
         for incarnation, commit in map(split_mark, marks):
             ancestors[incarnation] = max(commit, ancestors.pop(incarnation, 0))
         return Lineage(tuple(ancestors.items())[-MAX_ANCESTORS:])
+
+    @classmethod
+    def of_all(cls, lineages: Iterable[Sequence[str]]) -> Lineage:
+        """The lineage that descends from several ones, each given by its marks, oldest first: the last marks of each
+        are the last to be forgotten."""
+        by_age = itertools.zip_longest(*map(reversed, lineages))
+        return cls().joined([mark for marks in by_age for mark in marks if mark][::-1])
 
     def up_to(self, mark: str) -> Lineage:
         """The lineage of the state named by a mark, which is this state or an earlier one."""

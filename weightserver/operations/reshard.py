@@ -89,7 +89,7 @@ def reshard(
                 run=info.run,
                 checkpoint=chosen,
                 identity=info.identity,
-                lineage=Lineage().joined(mark for reader in readers for mark in reader.lineage),
+                lineage=Lineage.of_all(reader.lineage for reader in readers),
             )
             same_rows = partial(compare, target, BlockCodec(new), digest)
             builder.finish(table, rows_stored=digest.num_rows, compare=same_rows)
