@@ -384,6 +384,10 @@ def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -
         held = tmp_path / "two/shard-0"
     cases: list[tuple[list[str | Path], str]] = [
         (["--data-dir", new, "--listen", address], f"cannot listen on {address}: Address already in use; is another"),
+        (
+            ["--data-dir", new, "--listen", "192.0.2.1:50051", "--insecure"],
+            "cannot listen on 192.0.2.1:50051: Cannot assign requested address: give an address of this machine's own",
+        ),
         (["--data-dir", served], "is served by another process: stop that one"),
         (["--data-dir", new, "--init", "--metrics-port", metrics_port], f"serve metrics on port {metrics_port}"),
         (["--data-dir", held, "--shard", "1", "--num-shards", "2"], "holds shard 0 of 2, not shard 1 of 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import gc
 import json
@@ -273,8 +274,12 @@ def _listen(server: grpc.Server, address: str, tls: ServerTls | None) -> str:
     except socket.gaierror as error:
         raise OSError(f"cannot listen on {address}: {error.strerror}") from error
     except OSError as error:
+        hints = {
+            errno.EADDRINUSE: "; is another server using it?",
+            errno.EADDRNOTAVAIL: ": give an address of this machine's own, or 0.0.0.0 for all of them",
+        }
         raise OSError(
-            f"cannot listen on {address}: {os.strerror(error.errno or 0)}; is another server using it?"
+            f"cannot listen on {address}: {os.strerror(error.errno or 0)}{hints.get(error.errno or 0, '')}"
         ) from error
     port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls.credentials)
     return f"{_in_address(host)}:{port}"
