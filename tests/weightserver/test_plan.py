@@ -97,6 +97,11 @@ def test_bytes_of_the_head_are_those_that_the_benchmark_counts() -> None:
     assert planned_bytes == tensor_bytes(IMAGENET["num_negatives"])
 
 
+def test_a_shard_starts_in_the_time_that_its_blocks_take() -> None:
+    assert planned("time", "starting a shard", num_rows=32_000_000) == pytest.approx(3.3, rel=0.01)
+    assert planned("time", "starting a shard", num_rows=10**9) > 60
+
+
 def test_shards_and_ranks_share() -> None:
     for part, figures in plan(Workload(**IMAGENET)).items():
         for figure in figures:
@@ -104,7 +109,9 @@ def test_shards_and_ranks_share() -> None:
             divided = part == "a trainer's memory, per rank" or "shards" in figure.formula
             if figure.name in ("resident rows", "memory: products of the schedule"):
                 divided = False
-            assert shared == pytest.approx(figure.value / 4 if divided else figure.value), figure.name
+            alone = 1.0 if figure.name == "starting a shard" else 0.0  # s, which its process takes without rows
+            whole = figure.value - alone
+            assert shared - alone == pytest.approx(whole / 4 if divided else whole), figure.name
 
 
 BAD = {

@@ -24,9 +24,9 @@ _SLOT_BYTES = 41
 """Bookkeeping per resident row: last step, whether it changed, and its position (weightserver/torch/rows/slots.py)."""
 _SHARDS_AT_ONCE = 8
 """Shards that one machine backs up at once (weightserver/operations/backup.py)."""
-_START_SECONDS = 3.3
-"""Time from the start of the process of a shard of 32 million rows to its first answer
-(benchmarks/results/large_shard.md)."""
+_START_SECONDS, _START_BLOCK_SECONDS = 1.0, 4.5e-6
+"""Time from the start of a shard's process to its first answer, and what each block adds, which is looked at: 3.3 s
+with 32 million rows (benchmarks/results/large_shard.md)."""
 _SEGMENT_BYTES, _LARGEST_GROUP, _GROUPS_OF_NODE = 1 << 21, 1 << 10, 8
 """What a machine reads from a bucket at once, and the neighbours that it is dealt (trainer/data/pack_files.py,
 weightserver/torch/windows.py)."""
@@ -343,7 +343,12 @@ def _time(load: Workload) -> list[Figure]:
             "N · bytes / MB/s: the tars pass through the machine that lists them",
         ),
         Figure("packing the images", load.num_rows / load.pack_images_per_second, "s", "N / images/s"),
-        Figure("starting a shard", _START_SECONDS, "s", "as measured with 33 GB of rows; all start at once"),
+        Figure(
+            "starting a shard",
+            _START_SECONDS + _START_BLOCK_SECONDS * load.spec.num_blocks / load.num_shards,
+            "s",
+            "1 s + 4.5 µs · ceil(N/r) / shards, as measured with 33 GB of rows; all start at once",
+        ),
         Figure("fetching the rows of a resumed run", first_bytes / per_shard, "s", "max(W, K) rows / shards / MB/s"),
         Figure("steps of a pass over all rows", load.pass_steps, "steps", "N/S · W/B: each row W/S times"),
         Figure("a pass", load.pass_steps / rate, "s", f"/ {rate:g} steps/s"),
