@@ -271,16 +271,13 @@ def _listen(server: grpc.Server, address: str, tls: ServerTls | None) -> str:
     family = socket.AF_INET6 if is_v6 else socket.AF_INET
     try:  # gRPC would log its own error
         socket.create_server((host, wanted_port), family=family, dualstack_ipv6=both).close()
-    except socket.gaierror as error:
-        raise OSError(f"cannot listen on {address}: {error.strerror}") from error
     except OSError as error:
+        reason = str(error.strerror).partition(" (while ")[0]  # to which Python adds the address, also for a name
         hints = {
             errno.EADDRINUSE: "; is another server using it?",
             errno.EADDRNOTAVAIL: ": give an address of this machine's own, or 0.0.0.0 for all of them",
         }
-        raise OSError(
-            f"cannot listen on {address}: {os.strerror(error.errno or 0)}{hints.get(error.errno or 0, '')}"
-        ) from error
+        raise OSError(f"cannot listen on {address}: {reason}{hints.get(error.errno or 0, '')}") from error
     port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls.credentials)
     return f"{_in_address(host)}:{port}"
 
