@@ -22,6 +22,8 @@ import pytest
 from tests.helpers.watching import wait_until
 from tests.integration.tables import begin
 from weightserver import LocalCluster, ShardUnavailableError, StorageError, TableSpec, WeightClient
+from weightserver.operations.inspect import inspect_directory
+from weightserver.operations.verify import verify_directory
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +82,13 @@ def test_a_disk_that_is_full_at_the_first_start_leaves_no_damage(
         full.setattr(lmdb, "open", cut_short)
         assert "No space left" in refused(tmp_path / "shard", init=True)
     LmdbStorage(tmp_path / "shard").close()
+
+
+def test_an_empty_data_file_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").touch()
+    for read in (verify_directory, inspect_directory):
+        with pytest.raises(StorageError, match="holds no weight server data: give the --data-dir of a shard"):
+            read(tmp_path)
 
 
 def test_a_large_local_shard_has_more_time_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

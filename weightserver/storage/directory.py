@@ -48,7 +48,7 @@ def holds_data(directory: Path) -> bool:
 
 
 def require_data(directory: Path) -> None:
-    if not data_file(directory).exists():
+    if not holds_data(directory):
         raise StorageError(f"{directory} holds no weight server data: give the --data-dir of a shard")
 
 
