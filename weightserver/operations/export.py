@@ -20,7 +20,7 @@ from weightserver.common.atomic_files import atomic_directory, atomic_write, to_
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.checkpoints import Checkpoint, chosen_checkpoint
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
-from weightserver.operations.faiss_index import write_index
+from weightserver.operations.faiss_index import require_new_index, write_index
 
 _BYTES_PER_FILE = 1 << 30
 _BYTES_PER_PART = 64 << 20
@@ -102,8 +102,9 @@ def export_index(
 
     Raises:
         ValueError, NoTableError, StepError, DataLossError, ClusterError, OSError: as `export_rows`.
-        ValueError: faiss is not installed, or the file exists.
+        ValueError: see `require_new_index`.
     """
+    require_new_index(path)
     selection = _select(client, rows, checkpoint, step)
     dim = selection.info.spec.dim
 
@@ -175,6 +176,8 @@ def add_export_options(parser: argparse.ArgumentParser, *, output_required: bool
 def run(arguments: argparse.Namespace) -> None:
     if arguments.output is None and arguments.faiss is None:
         raise ValueError("nothing to write: give --output DIRECTORY, --faiss FILE, or both")
+    if arguments.faiss is not None:
+        require_new_index(arguments.faiss)  # before hours of other rows
     state: dict[str, Any] = {"rows": arguments.rows, "checkpoint": arguments.checkpoint, "step": arguments.step}
     with connect(arguments) as client:
         if arguments.output is not None:

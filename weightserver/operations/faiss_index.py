@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,18 @@ import numpy as np
 from weightserver.common.atomic_files import atomic_write
 from weightserver.common.installing import install_advice
 from weightserver.core.arrays import Float32Array, Int64Array
+
+
+def require_new_index(path: Path) -> None:
+    """Raises ValueError if faiss is not installed, the file exists, or the directory that it is to be in does not."""
+    try:
+        import_module("faiss")
+    except ImportError:
+        raise ValueError(f"--faiss needs faiss: {install_advice('faiss')}") from None
+    if path.exists():
+        raise ValueError(f"{path} exists: give another file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is no directory: make it first, or give another file")
 
 
 def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32Array]]) -> int:
@@ -22,15 +35,12 @@ def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32A
         parts: row numbers (int64 [n]) and weights (float32 [n, D]).
 
     Raises:
-        ValueError: faiss is not installed, or the file exists.
+        ValueError: see `require_new_index`.
         OSError: the file cannot be written.
     """
-    try:
-        import faiss
-    except ImportError:
-        raise ValueError(f"--faiss needs faiss: {install_advice('faiss')}") from None
-    if path.exists():
-        raise ValueError(f"{path} exists: give another file")
+    require_new_index(path)
+    import faiss
+
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
     for rows, weight in parts:
         index.add_with_ids(_unit_rows(weight), rows)

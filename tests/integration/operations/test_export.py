@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -102,3 +104,22 @@ def test_an_index_of_faiss_finds_each_row_by_its_cosine(
     expected = np.sort(unit @ unit.T, axis=1)[:, :-3:-1]
     np.testing.assert_allclose(cosines, expected, rtol=0, atol=SPEC.dim * 2**-22)
     assert_one_line(weightserver(*command), f"{file} exists: give another file")
+
+
+def test_an_index_that_cannot_be_made_is_refused_before_rows_are_written(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_table(client)
+    output, there, missing = tmp_path / "rows", tmp_path / "there", tmp_path / "missing"
+    there.touch()
+    command = ["export", *cluster.addresses, "--output", output, "--faiss"]
+    monkeypatch.setitem(sys.modules, "faiss", ModuleType("faiss"))
+    assert_one_line(weightserver(*command, there), f"{there} exists: give another file")
+    assert_one_line(weightserver(*command, missing / "rows.faiss"), f"{missing} is no directory: make it first")
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    assert_one_line(weightserver(*command, tmp_path / "rows.faiss"), "--faiss needs faiss: pip install")
+    assert not output.exists()
