@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.helpers.commands import weightserver
 from tests.integration.tables import begin
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.operations.top import Sample, quantile, view
+from weightserver.operations.top import Sample, quantile, scrape, view
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.99])
@@ -62,6 +62,17 @@ def test_top_shows_the_activity_of_shards(client: WeightClient, cluster: LocalCl
         assert 0 < float(p50) <= float(p99)
         assert re.match(rf"42 +{epoch} +500 +1, to 42 +\d[\d.]* [kM]B +", holds), holds
     assert "127.0.0.1:1 is down: [Errno 111] Connection refused" in shown
+
+
+def test_the_memory_of_a_shard_is_its_own(cluster: LocalCluster) -> None:
+    """Without pages of its file, which the system keeps as long as it has room."""
+    found = scrape(cluster.metrics_addresses[0])
+    assert 0 < found.values["weightserver_memory_bytes anonymous"] < found.values["process_resident_memory_bytes"]
+    found.values |= {"weightserver_memory_bytes anonymous": 5e6, "process_resident_memory_bytes": 7e9}
+    shown = Console(width=120)
+    with shown.capture() as text:
+        shown.print(view(["a"], [found], [found]))
+    assert text.get().rstrip().endswith("5.0 MB")
 
 
 def test_a_shard_that_missed_a_look_shows_rates_since_its_last_one() -> None:

@@ -32,7 +32,8 @@ class Sample:
 
     time: float = field(default_factory=time.monotonic)
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Metric name to the sum over its labels; calls also by method: `weightserver_request_seconds_count Fetch`."""
+    """Metric name to the sum over its labels; calls also by method: `weightserver_request_seconds_count Fetch`, memory
+    by kind."""
     buckets: dict[str, dict[float, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     """Histogram name, as in `values`, to upper bound to number of observations up to it."""
     shard: str = ""
@@ -47,7 +48,7 @@ def scrape(address: str) -> Sample:
             page = answer.read().decode()
         for family in text_string_to_metric_families(page):
             for name, labels, value, *_ in family.samples:
-                for key in {name, f"{name} {labels.get('method', '')}".strip()}:
+                for key in {name, f"{name} {labels.get('method') or labels.get('kind', '')}".strip()}:
                     if "le" in labels:
                         sample.buckets[key.replace("_bucket", "", 1)][float(labels["le"])] += value
                     else:
@@ -135,7 +136,7 @@ def _holdings(values: dict[str, float]) -> Iterator[str]:
     yield f"{values['weightserver_stored_rows']:,.0f}"
     kept, step = values["weightserver_checkpoints"], values["weightserver_newest_checkpoint_step"]
     yield f"{kept:.0f}, to {step:,.0f}" if kept else "none"
-    for name in ("weightserver_disk_bytes", "weightserver_volume_free_bytes", "process_resident_memory_bytes"):
+    for name in ("weightserver_disk_bytes", "weightserver_volume_free_bytes", "weightserver_memory_bytes anonymous"):
         yield decimal(int(values[name]))
 
 
