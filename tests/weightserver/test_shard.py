@@ -41,7 +41,7 @@ from weightserver.core.errors import (
 from weightserver.core.initial import initial_rows
 from weightserver.core.lineage import MAX_ANCESTORS, Lineage, split_mark
 from weightserver.core.spec import TableSpec
-from weightserver.core.versions import NEWEST, digest
+from weightserver.core.versions import NEWEST, Version, digest, unneeded
 from weightserver.protocol.codec import table_number
 from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.shard import changes, reading, sweeper
@@ -596,6 +596,29 @@ def sweep(served: Served, seconds: float = 1.0) -> int:
         served.sweeper.sweep(seconds)
         count += 1
     return count
+
+
+def test_many_checkpoints_and_versions_are_each_looked_at_once() -> None:
+    """A write looks for unneeded versions of each of its blocks."""
+    chance, looks = random.Random(0), 0
+
+    class Kept:
+        def __init__(self, generation: int) -> None:
+            self._generation = generation
+
+        @property
+        def generation(self) -> int:
+            nonlocal looks
+            looks += 1
+            return self._generation
+
+    kept, written = (sorted(chance.sample(range(3_000), 1_000)) for _ in range(2))
+    versions = [Version(0, generation, 0) for generation in reversed(written)]
+    found = unneeded(versions, [Kept(generation) for generation in kept])
+    assert looks == len(kept)
+    ends = dict(itertools.pairwise(written))
+    wanted = [one for one in versions[1:] if not set(range(one.generation, ends[one.generation])) & {*kept}]
+    assert found == wanted
 
 
 @pytest.mark.parametrize(("seed", "seconds"), [(0, 1.0), (1, 0.0), (2, 0.0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -48,11 +49,13 @@ def newest(versions: Iterable[Version], up_to: int = NEWEST) -> Iterator[Version
 
 
 def unneeded(versions: Sequence[Version], checkpoints: Sequence[ShardCheckpoint]) -> list[Version]:
-    """The ones of a block's versions, newest first, that neither the newest state nor a checkpoint needs."""
+    """The ones of a block's versions, newest first, that neither the newest state nor a checkpoint needs, of those that
+    are retained, oldest first."""
+    kept = [*(checkpoint.generation for checkpoint in checkpoints), NEWEST]
     return [
         older
         for newer, older in itertools.pairwise(versions)
-        if not any(older.generation <= checkpoint.generation < newer.generation for checkpoint in checkpoints)
+        if kept[bisect_left(kept, older.generation)] >= newer.generation
     ]
 
 
