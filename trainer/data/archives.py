@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from trainer.data.decode import may_begin_picture
 from trainer.data.label_texts import label_text
@@ -86,7 +86,7 @@ def _stored(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
 
 def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
     places: dict[str, tarfile.TarInfo] = {}
-    with tarfile.open(path, "r:") as tar:
+    with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             name = _plain(member.name)
             target = places.get(_plain(member.linkname)) if member.islnk() else member
@@ -98,6 +98,17 @@ def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
                 left_out.add(Reason.LINKED if linked in places else Reason.MISSING, f"{shown}:{member.name}")
             elif not member.isdir():
                 left_out.add(Reason.SPECIAL, f"{shown}:{member.name}")
+        _check_end(file, tar.offset)
+
+
+def _check_end(file: BinaryIO, offset: int) -> None:
+    """Raises TarError if a tar goes on where `tarfile` has found no further header. What follows the end in the same
+    record may be anything (POSIX, pax)."""
+    file.seek(offset)
+    is_header = any(file.read(tarfile.BLOCKSIZE))
+    file.seek((offset // tarfile.RECORDSIZE + 1) * tarfile.RECORDSIZE)
+    if is_header or any(part.strip(b"\0") for part in iter(lambda: file.read(1 << 20), b"")):
+        raise tarfile.ReadError(f"damaged at byte {offset:,}, or the first of several in one file")
 
 
 def _of_zip(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:

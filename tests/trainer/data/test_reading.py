@@ -296,6 +296,27 @@ def test_a_tar_that_is_compressed_or_damaged_is_named(tmp_path: Path) -> None:
         read_source(tree)
 
 
+def test_a_tar_that_goes_on_after_its_last_header_is_named(tmp_path: Path) -> None:
+    """`tarfile` takes a damaged header for the end: the images after it would be missing without a word."""
+    whole = write_tar(tmp_path / "whole.tar", {f"{number}.jpg": jpeg(number) for number in range(40)}).read_bytes()
+    with tarfile.open(tmp_path / "whole.tar") as tar:
+        middle, next_ = (tar.getmembers()[number].offset for number in (20, 39))
+        end = tar.offset
+    damaged = {
+        "a bit": whole[: middle + 150] + b"x" + whole[middle + 151 :],
+        "a hole": whole[:middle] + bytes(next_ - middle) + whole[next_:],
+        "in a header": whole[: middle + 100],
+        "two tars": whole * 2,
+    }
+    for content in damaged.values():
+        (tmp_path / "damaged.tar").write_bytes(content)
+        with pytest.raises(ValueError, match=r"damaged.tar is not a complete tar \(damaged at byte"):
+            read_source(tmp_path / "damaged.tar")
+    rest_of_record = b"x" * (-(end + tarfile.BLOCKSIZE) % tarfile.RECORDSIZE)
+    (tmp_path / "whole.tar").write_bytes(whole[:end] + bytes(tarfile.BLOCKSIZE) + rest_of_record)
+    assert len(read_source(tmp_path / "whole.tar").train.listing) == 40
+
+
 def test_images_are_known_by_their_content(tmp_path: Path) -> None:
     plain_tree(tmp_path, 3)
     by_content = {"a/x.jfif": "JPEG", "a/x.avif": "AVIF", "a/1f3a9c": "PNG", "a/x.dat": "WEBP"}
