@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -173,6 +174,7 @@ def calibrate_batch_norm(
     """
     encoder, device = copy.deepcopy(encoder), next(encoder.parameters()).device
     ids = torch.arange(min(_CALIBRATED, len(images)))
-    batches = (normalise(batch.to(device), pixels) for batch in centres(images, side, ids, _BATCH_SIZE))
+    size = math.ceil(len(ids) / math.ceil(len(ids) / _BATCH_SIZE))  # all batches count the same, and one image fails
+    batches = (normalise(batch.to(device), pixels) for batch in centres(images, side, ids, size))
     update_bn((batch.contiguous(memory_format=torch.channels_last) for batch in batches), encoder)
     return encoder.eval()
