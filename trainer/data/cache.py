@@ -181,6 +181,7 @@ def _work(queue: SimpleQueue[Callable[[], object] | None]) -> None:
     while job := queue.get():
         with suppress(ValueError):  # whoever needs the piece meets the error
             job()
+        del job  # which has the cache: it ends when nobody else has it
 
 
 @contextmanager

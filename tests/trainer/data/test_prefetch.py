@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.helpers.image_tree import plain_tree
-from trainer.data import load_dataset
+from tests.helpers.watching import wait_until
+from trainer.data import cache, load_dataset
 from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
 from trainer.data.pixels import normalise
 from trainer.data.prefetch import Visits, views_ahead
@@ -79,3 +80,14 @@ def test_the_thread_ends_and_failures_are_raised_in_turn(tmp_path: Path) -> None
             next(views)
     assert not any(thread.name.startswith("batches") for thread in threading.enumerate())
     assert threading.active_count() <= before + 2
+
+
+def test_the_threads_of_a_cache_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "copy_range", lambda *_, **__: "version")
+    pieces = cache.Cache(tmp_path, 1000)
+    for start in range(cache._THREADS):
+        pieces.fetch_ahead(cache.Piece(Path("s3://images/packed"), "version", start, start + 1))
+    threads = pieces._threads
+    wait_until(lambda: sum(not path.suffix for path in (tmp_path / "pieces").iterdir()) == cache._THREADS)
+    del pieces
+    wait_until(lambda: not any(thread.is_alive() for thread in threads))
