@@ -153,7 +153,7 @@ def decode(content: bytes, crops: Sequence[Crop], rendering: Rendering = DEFAULT
     with _foreign():
         if image.draft(None, (image.width // reduction, image.height // reduction)) is None:
             reduction = 1  # not a JPEG
-        ImageOps.exif_transpose(image, in_place=True)
+        _turn_upright(image)
         pixels = _rgb(image, rendering)
         return [_cut(pixels, box, crop.side, reduction) for crop, box in zip(crops, boxes, strict=True)]
 
@@ -238,6 +238,15 @@ def facts(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> ImageFact
 def _load(image: Image.Image, least_side: int) -> None:
     """Decodes an opened image to upright pixels; a JPEG as small as can be with sides of at least `least_side`."""
     image.draft(None, (least_side, least_side))  # reads all of the file
+    _turn_upright(image)
+
+
+def _turn_upright(image: Image.Image) -> None:
+    """Decodes an opened image and turns it by its EXIF orientation, whatever else its EXIF has."""
+    image.load()
+    image.getexif()  # is kept
+    for name in ("exif", "Raw profile type exif"):  # which Pillow would write anew, and could not always
+        image.info.pop(name, None)
     ImageOps.exif_transpose(image, in_place=True)
 
 

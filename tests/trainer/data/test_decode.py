@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import ExifTags, Image, ImageDraw
 
 from tests.helpers.image_tree import BROKEN, ORIENTATION, deep_png, encoded, odd_tree, piece
 from trainer.data import decode as decoding
@@ -98,6 +99,18 @@ def test_a_box_is_one_of_the_upright_image_at_any_scale(orientation: int, turned
         assert large.shape == (3, 240, 240)
         assert (file_format == "JPEG") == (not np.array_equal(small, also_small))
     assert set(sizes) == {upright.size}
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
+def test_an_image_is_turned_whatever_else_its_exif_has(file_format: str) -> None:
+    """Here a unit of resolution that is a text: Pillow reads it, and cannot write it."""
+    exif = Image.Exif()
+    exif[ORIENTATION], exif[ExifTags.Base.ResolutionUnit] = 6, 2
+    odd = exif.tobytes().replace(struct.pack(">HH", 296, 3), struct.pack(">HH", 296, 2))
+    lying = piece(9, width=64, height=48)
+    content, plain = (encoded(lying, file_format, exif=one) for one in (odd, exif))
+    assert np.array_equal(square(content, 48), square(plain, 48))
+    assert suffix_of(content) == file_format.lower().replace("jpeg", "jpg")
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "P", "I;16"])
