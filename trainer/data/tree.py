@@ -33,6 +33,7 @@ class Folder:
         self.own = False
         """Whether its images have labels of their own, or none, as the samples of shards and the rows of tables."""
         self._parts: list[bytearray | Folder] = []
+        self._named = dict[str, Folder]()
 
     def folders(self) -> list[Folder]:
         """The folders with images."""
@@ -53,15 +54,13 @@ class Folder:
 
     def folder(self, name: str) -> Folder:
         """The folder of that name, which is added if there is none."""
-        last = self._parts[-1] if self._parts else None
-        if not (isinstance(last, Folder) and last.name == name):
-            last = next((part for part in self._parts if isinstance(part, Folder) and part.name == name), None)
-        if last is None:
-            self.add_folder(last := Folder(name, self._left_out))
-        return last
+        if name not in self._named:
+            self.add_folder(Folder(name, self._left_out))
+        return self._named[name]
 
     def add_folder(self, folder: Folder) -> None:
         self._parts.append(folder)
+        self._named.setdefault(folder.name, folder)
 
     def add(self, path: str, member: str = "", *, offset: int = -1, length: int = -1, label: str | None = None) -> None:
         """Adds an image; offset and length are those in an archive, and the label is its own, or empty."""
@@ -84,7 +83,7 @@ class Folder:
         """Moves the images of another folder that lie in no folder below it here."""
         self._parts += [part for part in other._parts if isinstance(part, bytearray)]
         self.loose += other.loose
-        other._parts, other.loose = [*other.folders()], 0
+        other._parts, other.loose = [part for part in other._parts if isinstance(part, Folder)], 0
 
     def lines(self, *, forget: bool = False) -> Iterator[tuple[str, str, bytes]]:
         """For each image, in order: the class folder that it lies in (empty for none), its own label as a text, and the
@@ -135,10 +134,10 @@ class Walk:
             children = sorted(found, key=lambda child: child.name)
         shown = [child for child in children if not child.name.startswith(".")]
         names = {child.name for child in shown}
-        tars = [child for child in shown if _is_tar(child)]
-        shards = bool(tars) and self._are_shards(tars)
+        tars = dict.fromkeys(child for child in shown if _is_tar(child))  # of many, one is soon found
+        shards = bool(tars) and self._are_shards([*tars])
         self.has_tars = self.has_tars or bool(tars) or _NUMBER.fullmatch(name) is not None
-        splits = self._splits_of(tars) if shards else {}
+        splits = self._splits_of([*tars]) if shards else {}
         alone = len(tars) == 1 and not any(is_folder(child) or is_image(child.name) for child in shown)
         for child in children:
             if child.name.startswith("."):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import tracemalloc
 import zipfile
 from collections import Counter
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from tests.helpers.image_tree import encoded, odd_tree, piece, plain_tree
-from tests.helpers.watching import wait_until
+from tests.helpers.watching import once_within, wait_until
 from tests.trainer.data.written import add_to, write_table, write_tar, write_zip
 from trainer.data import Dataset, tables
 from trainer.data import listing as listing_module
@@ -29,7 +30,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.datasets import load_dataset
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.inspection import inspect_source
-from trainer.data.left_out import Reason
+from trainer.data.left_out import LeftOut, Reason
 from trainer.data.listing import NO_LABEL, Entry, Listing
 from trainer.data.manifest import Manifest, Range, Shard, listing_path
 from trainer.data.pack import PackOptions, pack
@@ -37,6 +38,7 @@ from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
 from trainer.data.reading import Split, read_source
 from trainer.data.survey import survey
+from trainer.data.tree import Folder
 
 
 def listed(source: Path, **options: Any) -> tuple[Listing, Split]:
@@ -280,6 +282,19 @@ def test_a_single_archive_is_like_its_folder(suffix: str, tmp_path: Path) -> Non
     assert packed.labels().tolist() == plain.labels().tolist()
     pack(archive, tmp_path / "packed", PackOptions())
     assert pack(archive, tmp_path / "packed", PackOptions(extend=True)).sizes == (len(plain),), "nothing is new"
+
+
+def test_the_folders_of_an_archive_may_be_many() -> None:
+    """As the identities of faces in one tar are: each is found at once, however many there are."""
+
+    def seconds(_: int) -> float:
+        top, began = Folder("", LeftOut()), time.monotonic()
+        for number in range(20_000):
+            top.folder(str(number)).add("faces.tar", f"{number}/0.jpg", offset=512, length=1)
+        assert (top.count(), len(top.folders())) == (20_000, 20_000)
+        return time.monotonic() - began
+
+    once_within(2, seconds)
 
 
 def test_a_tar_that_is_compressed_or_damaged_is_named(tmp_path: Path) -> None:
