@@ -13,7 +13,6 @@ import re
 import stat
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
@@ -151,7 +150,9 @@ def read_member(path: Path, member: Member, most: int | None = None) -> bytes:
         try:
             with _opened_zip(*version(path)).open(member.name) as file:
                 return file.read(length)  # up to its end, where its checksum is compared
-        except (EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 - foreign bytes can make a decoder raise anything, as LZMAError
             raise OSError(f"damaged in its zip file ({error})") from None
     start, content = member.offset - tarfile.BLOCKSIZE, io.BytesIO()
     if is_remote(path):

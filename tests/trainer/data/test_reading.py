@@ -818,6 +818,21 @@ def test_a_zip_is_read_as_the_folder_that_was_packed(tmp_path: Path) -> None:
     assert left_out_of(tmp_path / "windows.zip") == r"2 files that cannot be read (first windows.zip:b\link.jpg)"
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_image_in_a_zip_is_a_broken_one(method: int, tmp_path: Path) -> None:
+    source, noise = tmp_path / "images.zip", np.random.default_rng(0).bytes(1000)
+    with zipfile.ZipFile(source, "w", method) as archive:
+        for name in ("1.jpg", "2.jpg"):
+            archive.writestr(name, noise)
+    content = bytearray(source.read_bytes())
+    content[200:400] = bytes(200)
+    source.write_bytes(content)
+    listing, _ = listed(source)
+    assert listing.read(1) == noise
+    with pytest.raises(OSError, match=r"damaged in its zip file|Invalid data stream"):
+        listing.read(0)
+
+
 def test_a_tar_that_ends_with_a_zip_is_a_tar(tmp_path: Path) -> None:
     last = write_zip(tmp_path / "a.zip", {"other.jpg": jpeg(0)}).read_bytes()
     write_tar(tmp_path / "a.tar", {"1.jpg": jpeg(1), "2.jpg": jpeg(2), "a.zip": last})
