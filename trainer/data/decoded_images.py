@@ -80,7 +80,8 @@ def broken_line(path: str, error: Exception) -> Remark:
 class BrokenImages:
     """The broken ones of a number of images, each read once only; an error when there are too many. Thread-safe.
 
-    Kept in memory: a number for each broken image, of which there are no more than may be broken.
+    Kept in memory: a number for each broken image, of which there are no more than may be broken, and its line in
+    --broken-list, if that is given.
     """
 
     def __init__(self, options: SourceOptions, num_images: int, known: Iterable[int] = ()) -> None:
@@ -88,16 +89,19 @@ class BrokenImages:
         self._limit = options.limit_of_broken(num_images)
         self._next = {image: (image + 1) % num_images for image in known}  # for each broken image, one after it
         self._lock = threading.Lock()
+        self._listed, self._listed_bytes = set[bytes](), 0
 
     def list(self, lines: Iterable[Remark]) -> None:
         """Adds lines with the values `path` and `why` to --broken-list, if it is given, unless they are in it."""
         if (path := self._options.broken_list) is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a+", encoding="utf-8", errors="surrogateescape") as file:
-                file.seek(0)
-                known = set(file)
-                found = dict.fromkeys(f"{line.values['path']}\t{line.values['why']}\n" for line in lines)
-                file.writelines(line for line in found if line not in known)
+            texts = dict.fromkeys(f"{line.values['path']}\t{line.values['why']}\n" for line in lines)
+            with path.open("ab+") as file:
+                file.seek(self._listed_bytes)  # a long list is read once
+                self._listed.update(file)
+                self._listed_bytes = file.tell()
+                found = (text.encode(errors="surrogateescape") for text in texts)
+                file.writelines(line for line in found if line not in self._listed)
 
     def first_from(self, image: int) -> int:
         """The first image from one on (after the last, the first) that is not known to be broken.

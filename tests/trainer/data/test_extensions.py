@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.image_tree import plain_tree
+from tests.helpers.watching import once_within
 from tests.trainer.data.written import write_table, write_tar
 from trainer.data import load_dataset
 from trainer.data.config import DataConfig, SourceOptions
-from trainer.data.decoded_images import DecodedImages
+from trainer.data.decoded_images import BrokenImages, DecodedImages, broken_line
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
@@ -152,3 +154,21 @@ def test_a_broken_image_is_listed_once(tree: Path) -> None:
         images[:]
     expected = f"{tree}/a/text.jpg\tnot an image of a known format\n"
     assert (tree.parent / "broken.txt").read_text() == expected
+
+
+def test_a_long_list_of_broken_images_is_read_once(tmp_path: Path) -> None:
+    """And what other processes add to it, so that no line comes twice."""
+
+    def seconds(attempt: int) -> float:
+        options = SourceOptions(broken_list=tmp_path / f"{attempt}.txt", max_broken=10**6)
+        mine, others = (BrokenImages(options, 10**6) for _ in range(2))
+        began = time.monotonic()
+        for number in range(6_000):
+            (mine, others)[number % 2].note(number, line := broken_line(f"é{number}.jpg", OSError("cut off")))
+            (others, mine)[number % 2].list([line])
+        taken = time.monotonic() - began
+        lines = [f"é{number}.jpg\tcut off" for number in range(6_000)]
+        assert (tmp_path / f"{attempt}.txt").read_text(encoding="utf-8").splitlines() == lines
+        return taken
+
+    once_within(2, seconds)
