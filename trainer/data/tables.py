@@ -11,8 +11,10 @@ import functools
 import importlib
 import itertools
 import json
+import os
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -22,11 +24,14 @@ from xxhash import xxh3_64
 from trainer.data.archives import version
 from trainer.data.config import split_of
 from weightserver.common.installing import install_advice
+from weightserver.common.processes import usable_memory
 
 IN_TABLE = -2
 """Length of an entry whose image is in a table; its offset is the table's `mark`."""
 _PART = re.compile(r"[-_.]?\d{5}-of-\d{5}$")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_KEPT_SHARE = 8
+"""Row groups that were read are kept in an eighth of the memory, of all ranks together: a row group may be a file."""
 
 
 def splits_of(tables: Sequence[str]) -> list[str]:
@@ -109,7 +114,7 @@ class Table:
                 )
                 counts = [len(batch) for batch in self._batches]
             else:
-                self._file = parquet.ParquetFile(path)
+                self._file = parquet.ParquetFile(path, pre_buffer=False)  # it would keep what was read
                 self.schema = self._file.schema_arrow
                 groups = range(self._file.num_row_groups)
                 counts = [self._file.metadata.row_group(group).num_rows for group in groups]
@@ -118,7 +123,6 @@ class Table:
         self.names: list[str] = self.schema.names
         self.starts = [0, *itertools.accumulate(counts)]
         self.num_rows = self.starts[-1]
-        self.part = functools.lru_cache(4)(self._part)
 
     def has_paths(self, column: str) -> bool:
         """Whether a column has paths; otherwise it has images, as bytes or as structs of bytes and path."""
@@ -132,14 +136,44 @@ class Table:
             for value in self.part(part, column).to_pylist():
                 yield names[value] if names and isinstance(value, int) and 0 <= value < len(names) else value
 
-    def _part(self, part: int, column: str) -> Any:
+    def part(self, part: int, column: str) -> Any:
+        """The values of a column in a row group or batch."""
         if self._is_arrow:
             return self._batches[part].column(column)
         try:
             with self._lock:  # two threads that read the same file could wait for each other for ever
-                return self._file.read_row_group(part, [column], use_threads=False).column(0)
+                key = (self, part, column)
+                if (found := _kept.get(key)) is None:
+                    found = self._file.read_row_group(part, [column], use_threads=False).column(0)
+                    _kept.add(key, found)
+                return found
         except (OSError, self._arrow.ArrowException) as error:
             raise OSError(f"{self._path} is damaged ({' '.join(str(error).split())}): fetch it again") from None
+
+
+class _Kept:
+    """Columns of row groups, of all tables together, that were used last. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._columns = OrderedDict[tuple[Table, int, str], Any]()
+        self._bytes, self._lock = 0, threading.Lock()
+
+    def get(self, key: tuple[Table, int, str]) -> Any:
+        with self._lock:
+            if key in self._columns:
+                self._columns.move_to_end(key)
+            return self._columns.get(key)
+
+    def add(self, key: tuple[Table, int, str], column: Any) -> None:
+        most = usable_memory() // _KEPT_SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        with self._lock:
+            self._columns[key] = column
+            self._bytes += column.nbytes
+            while self._bytes > most and len(self._columns) > 1:
+                self._bytes -= self._columns.popitem(last=False)[1].nbytes
+
+
+_kept = _Kept()
 
 
 @functools.cache

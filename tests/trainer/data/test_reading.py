@@ -668,6 +668,23 @@ def test_tables_of_images(tmp_path: Path) -> None:
         assert len(PackedImages(tmp_path / f"packed-{source}")) == 6
 
 
+def test_row_groups_that_are_kept_take_a_share_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tables there are: a row group may be as large as its file."""
+    arrow = pytest.importorskip("pyarrow", reason="no pyarrow")
+    images = [np.random.default_rng(number).bytes(50_000) for number in range(24)]
+    for number in range(12):
+        write_table(tmp_path / f"{number:02d}.parquet", image=images[2 * number : 2 * number + 2])
+    kept, size = tables._Kept(), sum(map(len, images)) // 3
+    monkeypatch.setattr(tables, "_kept", kept)
+    monkeypatch.setattr(tables, "usable_memory", lambda: size * tables._KEPT_SHARE)
+    listing, before = read_source(tmp_path).train.listing, arrow.total_allocated_bytes()
+    for image in [*range(24), *range(24)]:
+        assert listing.read(image) == images[image]
+        assert sum(column.nbytes for column in kept._columns.values()) == kept._bytes <= size
+    assert len(kept._columns) > 1
+    assert arrow.total_allocated_bytes() - before < 1.2 * size
+
+
 def test_tables_lose_nothing_without_a_line(tmp_path: Path) -> None:
     names = sorted(str(path.relative_to(tmp_path)) for path in plain_tree(tmp_path, 6).rglob("[abc]/*.jpg"))
 
