@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.data.parts import Part
-from weightserver.common.atomic_files import atomic_write
+from weightserver.common.atomic_files import atomic_write, directory_lock
 from weightserver.common.installing import install_advice
 from weightserver.core.arrays import Float32Array
 
@@ -73,9 +73,8 @@ def write_features(path: Path, batches: Iterable[Batch], digest: str = "") -> tu
 
     Raises:
         ValueError: a file that exists or of another suffix, Parquet without pyarrow, or no image at all.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or another process writes it.
     """
-    check_output(path)
     number = dim = 0
 
     def counted() -> Iterator[Batch]:
@@ -87,7 +86,9 @@ def write_features(path: Path, batches: Iterable[Batch], digest: str = "") -> tu
             of_part, remedy = (f" of {path.stem}", ", or give fewer parts") if digest else ("", "")
             raise ValueError(f"none of the images{of_part} can be read: repair them{remedy}")
 
-    atomic_write(path, lambda partial: _WRITERS[path.suffix](partial, counted(), digest))
+    with directory_lock(path.with_name(f".{path.name}.lock")):
+        check_output(path)
+        atomic_write(path, lambda partial: _WRITERS[path.suffix](partial, counted(), digest))
     return number, dim
 
 

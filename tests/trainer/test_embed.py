@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET
 from trainer.embed import main
 from trainer.evaluate.features import encode
+from trainer.feature_files import Batch, write_features
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
 from trainer.pic import main as pic_main
 from weightserver.common.installing import install_advice
@@ -234,6 +236,20 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: p
     assert mixed in capsys.readouterr().err
     assert embed(run, tree, "--output", folder, "--address", "host:1") == 1
     assert "--address is that of a Ray cluster: give --engine ray" in capsys.readouterr().err
+
+
+def test_a_file_that_another_process_writes_is_refused(tmp_path: Path) -> None:
+    """As a part whose worker was given up, and goes on: both would write to one unfinished file."""
+    output, features = tmp_path / "a.npz", np.ones((1, 2), np.float32)
+
+    def batches() -> Iterator[Batch]:
+        with pytest.raises(OSError, match="is being written by another process"):
+            write_features(output, [Batch(["second"], features, "")])
+        yield Batch(["first"], features, "")
+
+    assert write_features(output, batches()) == (1, 2)
+    assert loaded(output)["path"].tolist() == ["first"]
+    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_bad_input_is_one_line_before_anything_is_computed(
