@@ -132,7 +132,7 @@ class Walk:
         here = Folder(name, self._left_out)
         with os.scandir(path or self._root) as found:
             children = sorted(found, key=lambda child: child.name)
-        shown = [child for child in children if not child.name.startswith(".")]
+        shown = [child for child in children if not _is_hidden(child.name)]
         names = {child.name for child in shown}
         tars = dict.fromkeys(child for child in shown if _is_tar(child))  # of many, one is soon found
         shards = bool(tars) and self._are_shards([*tars])
@@ -140,7 +140,7 @@ class Walk:
         splits = self._splits_of([*tars]) if shards else {}
         alone = len(tars) == 1 and not any(is_folder(child) or is_image(child.name) for child in shown)
         for child in children:
-            if child.name.startswith("."):
+            if _is_hidden(child.name):
                 self._leave_out(Reason.HIDDEN, child, _num_files(child))
             elif is_folder(child):
                 if self._enters(child):
@@ -235,7 +235,7 @@ class Walk:
         """Whether the walk comes to a real path by itself, or leaves it out in the directory of a run or a pack."""
         while real not in self._real_roots:
             above, name = os.path.split(real)
-            if above == real or name.startswith("."):
+            if above == real or _is_hidden(name):
                 return False
             real = above
         return True
@@ -299,6 +299,10 @@ def is_output(folder: Path) -> bool:
 def _num_files(child: os.DirEntry[str]) -> int:
     """Number of files in a folder; 1 for anything else."""
     return sum(len(files) for _, _, files in os.walk(child.path)) if is_folder(child) else 1
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "lost+found"  # of a volume, which only root may read
 
 
 def _is_tar(child: os.DirEntry[str]) -> bool:

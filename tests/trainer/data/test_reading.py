@@ -438,7 +438,7 @@ def test_hidden_files_runs_and_packs_are_no_source(tmp_path: Path) -> None:
     """Nor is what links into them; each file of them counts."""
     plain_tree(tmp_path, 6)
     before = paths(listed(tmp_path)[0])
-    for name in (".cache/x/1.jpg", ".cache/2.jpg", "run/training.png", "run/checkpoints/rows"):
+    for name in (".cache/x/1.jpg", ".cache/2.jpg", "lost+found/1.jpg", "run/training.png", "run/checkpoints/rows"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(jpeg(1))
     (tmp_path / "run/config.json").write_text('{"format": 3}')
@@ -448,7 +448,7 @@ def test_hidden_files_runs_and_packs_are_no_source(tmp_path: Path) -> None:
     (tmp_path / "a/linked.png").symlink_to(tmp_path / "run/training.png")
     assert paths(read_source(tmp_path).train.listing) == before
     num_files = sum(path.is_file() for path in (tmp_path / "run").rglob("*"))
-    left_out = {Reason.HIDDEN: 2, Reason.LINKED: 1, Reason.OUTPUT: num_files}
+    left_out = {Reason.HIDDEN: 3, Reason.LINKED: 1, Reason.OUTPUT: num_files}
     assert read_source(tmp_path).left_out.counts == left_out
     assert "1 link to what lies in the source (a/linked.png)" in left_out_of(tmp_path)
     with pytest.raises(ValueError, match="run is the directory of a run or a pack: give a folder of images, or"):
