@@ -252,7 +252,10 @@ def _column(source: Path, names: Sequence[str], given: str | None, usual: Sequen
     if given is not None and given not in names:
         raise ValueError(f"{option} {given}: {source} has the columns {quoted(', '.join(names))}")
     found = {name.lower(): name for name in reversed(names)}
-    return given or next((found[name] for name in usual if name in found), None)
+    column = given or next((found[name] for name in usual if name in found), None)
+    if column and names.count(column) > 1:
+        raise ValueError(f"{source} has {names.count(column)} columns {column!r}: rename all but one of them")
+    return column
 
 
 def _text_lines(source: Path, lines: Iterable[str]) -> Iterator[_Line]:

@@ -541,6 +541,7 @@ def test_no_line_of_a_list_is_lost(name: str, content: str, found: str, tmp_path
         ("comma.csv", "path,caption,label\na.jpg,x,1\nb.jpg,a dog, in snow,2\n", "line 3: 4 cells for 3 columns"),
         ("caption.csv", f"{'x' * 300},b.jpg\n", "none of the 1 paths that were looked for exists, first xx"),
         ("own.csv", "a,b\nx.jpg,1\n", "has the columns a, b: name that of the images by --image-column"),
+        ("twice.csv", "path,label,label\na.jpg,1,2\n", "has 2 columns 'label': rename all but one of them"),
         ("utf16.csv", "path,label\na.jpg,1\n", "is text in UTF-16: save it in UTF-8"),
     ],
 )
