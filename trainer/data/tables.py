@@ -95,12 +95,12 @@ class Table:
         names: of its columns.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, file_version: tuple[int, ...]) -> None:
         try:
             arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
         except ImportError:
             raise ValueError(f"{path} is a table of images, which needs pyarrow: {install_advice('parquet')}") from None
-        self._path, self._arrow, self._lock = path, arrow, threading.Lock()
+        self._path, self._file_version, self._arrow, self._lock = path, file_version, arrow, threading.Lock()
         self._is_arrow = not path.lower().endswith(".parquet")
         try:
             if self._is_arrow:
@@ -142,7 +142,7 @@ class Table:
             return self._batches[part].column(column)
         try:
             with self._lock:  # two threads that read the same file could wait for each other for ever
-                key = (self, part, column)
+                key = (self._path, self._file_version, part, column)
                 if (found := _kept.get(key)) is None:
                     found = self._file.read_row_group(part, [column], use_threads=False).column(0)
                     _kept.add(key, found)
@@ -151,22 +151,28 @@ class Table:
             raise OSError(f"{self._path} is damaged ({' '.join(str(error).split())}): fetch it again") from None
 
 
+_Key = tuple[str, tuple[int, ...], int, str]
+"""A file and its version, the row group, and the column."""
+
+
 class _Kept:
     """Columns of row groups, of all tables together, that were used last. Thread-safe."""
 
     def __init__(self) -> None:
-        self._columns = OrderedDict[tuple[Table, int, str], Any]()
+        self._columns = OrderedDict[_Key, Any]()
         self._bytes, self._lock = 0, threading.Lock()
 
-    def get(self, key: tuple[Table, int, str]) -> Any:
+    def get(self, key: _Key) -> Any:
         with self._lock:
             if key in self._columns:
                 self._columns.move_to_end(key)
             return self._columns.get(key)
 
-    def add(self, key: tuple[Table, int, str], column: Any) -> None:
+    def add(self, key: _Key, column: Any) -> None:
         most = usable_memory() // _KEPT_SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         with self._lock:
+            if key in self._columns:
+                return
             self._columns[key] = column
             self._bytes += column.nbytes
             while self._bytes > most and len(self._columns) > 1:
@@ -187,9 +193,9 @@ def _mark(path: str, size: int, _: int) -> int:
 
 
 @functools.lru_cache(64)
-def _opened(path: str, *_: int) -> Table:
+def _opened(path: str, *file_version: int) -> Table:
     """A table, by its file's `version`."""
-    return Table(path)
+    return Table(path, file_version)
 
 
 def _class_names(metadata: Mapping[bytes, bytes], column: str) -> list[str]:
