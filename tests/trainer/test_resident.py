@@ -13,7 +13,7 @@ import torch
 from tests.helpers.sizes import resident_rows
 from tests.helpers.watching import wait_until
 from trainer.presets import PRESETS
-from weightserver import FencedError, RowState, StepError, TableSpec, WeightClient
+from weightserver import FencedError, RowState, ShardUnavailableError, StepError, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.operations.plan import Workload, plan
 from weightserver.torch import Rows
@@ -235,6 +235,27 @@ def test_a_failed_write_stops_the_next_call(client: WeightClient, watched: Watch
         store.flush()
     with pytest.raises(FencedError, match="another"):
         store.prefetch(rows(3), step=2)
+
+
+def test_a_failed_fetch_is_made_again_by_the_next_call(
+    watched: WatchedClient, make_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a shard returns after the client has given up; a later step has requested a row of this one."""
+    store, fetch_state = make_store(capacity=6), watched.fetch_state
+    failures = iter([ShardUnavailableError("it is down"), ShardUnavailableError("it is still down")])
+
+    def fetch(rows: Int64Array, **options: Any) -> RowState:
+        for failure in failures:
+            raise failure
+        return fetch_state(rows, **options)
+
+    monkeypatch.setattr(watched, "fetch_state", fetch)
+    store.prefetch(rows(1, 2), step=1)
+    for message in ("it is down", "it is still down"):
+        with pytest.raises(ShardUnavailableError, match=message):
+            store.weights(rows(2, 3), step=0)
+    expected = watched._client.fetch(rows(2, 3), step=0)
+    assert torch.equal(store.weights(rows(2, 3), step=0), torch.from_numpy(expected))
 
 
 def test_unstable_learning_rates_are_refused_at_once(watched: WatchedClient) -> None:

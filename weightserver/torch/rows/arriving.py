@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
-from weightserver import RowState, WeightClient
+from weightserver import RowState, WeightClient, WeightServerError
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.rows.store import RowCounters
+
+
+@dataclass
+class _Fetch:
+    """Rows that were requested, and the slots that they go to."""
+
+    first_step: int
+    """The first one that needs them."""
+    rows: Int64Array
+    slots: Int64Array
+    state: Future[RowState] | None
+    """None once it has failed: the next call requests them again."""
 
 
 class ArrivingRows:
@@ -26,7 +39,7 @@ class ArrivingRows:
         self._counters = counters
         self._wanted: list[tuple[Int64Array, Int64Array]] = []  # rows and slots still to be requested
         self._wanted_from = 0  # the first step that needs one of them
-        self._fetches: deque[tuple[int, Int64Array, Future[RowState]]] = deque()  # first step, slots, values
+        self._fetches: deque[_Fetch] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
 
     def want(self, rows: Int64Array, slots: Int64Array, step: int) -> None:
@@ -44,14 +57,20 @@ class ArrivingRows:
         """Waits for all rows that `step` needs; yields them by slots and raw state."""
         if self._wanted and self._wanted_from <= step:
             self._request()
-        while self._fetches and self._fetches[0][0] <= step:
-            _, slots, fetch = self._fetches[0]
+        while self._fetches and self._fetches[0].first_step <= step:
+            fetch = self._fetches[0]
+            if fetch.state is None:
+                fetch.state = self._submit(fetch.rows)
             with self._counters.waiting():
-                state = fetch.result()
-            yield slots, state
+                try:
+                    state = fetch.state.result()
+                except WeightServerError:
+                    fetch.state = None
+                    raise
+            yield fetch.slots, state
             self._fetches.popleft()  # not before they were placed
-            self._counters.fetched(len(slots), 2 * state.weight.size, len(state.last_step))
-            self._counters.prefetch_pending_rows -= len(slots)
+            self._counters.fetched(len(fetch.slots), 2 * state.weight.size, len(state.last_step))
+            self._counters.prefetch_pending_rows -= len(fetch.slots)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -60,7 +79,9 @@ class ArrivingRows:
         """Starts one fetch of all wanted rows."""
         rows, slots = (np.concatenate(parts) for parts in zip(*self._wanted, strict=True))
         order = np.argsort(rows)
-        fetch = self._thread.submit(self._client.fetch_state, rows[order])
-        self._fetches.append((self._wanted_from, slots[order], fetch))
+        self._fetches.append(_Fetch(self._wanted_from, rows[order], slots[order], self._submit(rows[order])))
         self._wanted = []
         self._counters.prefetch_pending_rows += len(rows)
+
+    def _submit(self, rows: Int64Array) -> Future[RowState]:
+        return self._thread.submit(self._client.fetch_state, rows)

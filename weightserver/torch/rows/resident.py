@@ -144,10 +144,11 @@ class ResidentRows(RowStore):
         is_late = step not in self._announced
         if is_late:
             self.prefetch(rows, step=step)
+        active = self._announced.pop(step)  # before what may fail: a step that is repeated is late
         # Rows of a late step may be in a fetch that is noted for a later one.
         for slots, state in self._arriving.receive(sys.maxsize if is_late else step):
             self._values.place(slots, state)
-        self._active, self._values.num_updates = self._announced.pop(step), step
+        self._active, self._values.num_updates = active, step
         self.counters.corrected(self._values.correct(self._active, step))
         self._active_on_device = to_device(self._active, self._device)
         return self._values.weight.index_select(0, self._active_on_device)  # on a CPU faster than [...]
