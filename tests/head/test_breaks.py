@@ -259,6 +259,30 @@ def test_a_script_that_does_not_close_its_heads_ends_quietly(tmp_path: Path) -> 
             assert cluster.addresses
 
 
+_IN_VAIN = """
+import sys, psutil, torch
+from weightserver.torch import ClassifierHead
+head = ClassifierHead(40, 6, num_negatives=12, directory=sys.argv[1], rows=sys.argv[2])
+head(torch.randn(4, 6, requires_grad=True), [1, 2, 3, 4]).backward()
+head.step(0.1)
+head.flush()
+for shard in psutil.Process().children():
+    shard.kill()
+head.announce([5, 6, 7, 8])
+raise RuntimeError("as any script may")
+"""
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("rows", ["resident", "remote"])
+def test_a_script_that_fails_does_not_wait_for_servers_that_are_gone(tmp_path: Path, rows: str) -> None:
+    """Python waits for the threads of executors, whose calls would be retried for minutes."""
+    command = [sys.executable, "-c", _IN_VAIN, str(tmp_path), rows]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "RuntimeError: as any script may" in done.stderr.splitlines()
+
+
 def test_a_head_that_is_dropped_is_gone_at_once(embeddings: torch.Tensor) -> None:
     """Without waiting for a garbage collection: another one may use its directory."""
     head = ClassifierHead(NUM_CLASSES, 6, num_negatives=12, rows="dense")

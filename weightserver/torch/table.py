@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,6 +33,9 @@ from weightserver.torch.settings import BLOCK_OF_WINDOWS, Rows, Servers
 from weightserver.torch.store_sizes import StoreSizes, share_of_capacity, sizes_for_steps
 from weightserver.torch.transfer import to_device
 from weightserver.torch.windows import RangesOrder
+
+_clients: weakref.WeakSet[WeightClient] = weakref.WeakSet()
+"""Those that threads of stores may be calling."""
 
 
 class Table:
@@ -331,6 +337,8 @@ class Table:
             )
         self._stack.callback(store.close)
         self._stack.callback(client.close)  # before the store: its threads do not wait for servers that are gone
+        _clients.add(client)
+        _close_clients_at_exit()
         return store
 
     def class_of(self, row: int) -> int:
@@ -392,6 +400,17 @@ class Table:
         """Returns once the updates of all ranks are durable."""
         self.flush()
         self.ranks.barrier()
+
+
+@functools.cache
+def _close_clients_at_exit() -> None:
+    """Python waits for the threads of executors before it calls what `atexit` knows."""
+    threading._register_atexit(_close_clients)  # type: ignore[attr-defined]
+
+
+def _close_clients() -> None:
+    for client in list(_clients):
+        client.close()
 
 
 def _enlarged(client: WeightClient, *num_rows: int) -> TableSpec:
