@@ -16,6 +16,7 @@ from trainer.presets import PRESETS
 from weightserver import FencedError, RowState, ShardUnavailableError, StepError, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.operations.plan import Workload, plan
+from weightserver.protocol.codec import MAX_WRITE_BYTES
 from weightserver.torch import Rows
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import ResidentRows, resident
@@ -212,6 +213,18 @@ def test_rows_of_a_step_may_leave_in_several_parts(
     step_with(store, 1, np.arange(10, 20))
     store.flush()
     np.testing.assert_array_equal(client.fetch(np.arange(10), step=1), held)
+
+
+def test_long_rows_are_written_a_few_at_a_time(
+    watched: WatchedClient, make_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """65,536 rows of 2,048 values are more than one write may hold."""
+    assert 2 * resident._BYTES_PER_PART < MAX_WRITE_BYTES
+    monkeypatch.setattr(resident, "_BYTES_PER_PART", 3 * 8 * SPEC.dim)
+    store = make_store(capacity=20, prefetch_steps=0, write_back_rows=20)
+    step_with(store, 0, np.arange(20))
+    store.flush()
+    assert [len(part) for part in watched.written] == [3] * 6 + [2]
 
 
 def test_rows_that_did_not_change_are_not_written(watched: WatchedClient, make_store: Any) -> None:

@@ -18,8 +18,9 @@ from weightserver.torch.rows.values import SlotValues
 from weightserver.torch.rows.write_back import WriteBack
 from weightserver.torch.transfer import to_device
 
-_ROWS_PER_PART = 1 << 16
-"""Rows that are copied from the device at once."""
+_ROWS_PER_PART, _BYTES_PER_PART = 1 << 16, 1 << 28
+"""Rows that are copied from the device at once, at most, and their weights and momentum buffers. Up to two parts are
+written together: a write holds at most 1 GiB."""
 
 
 class ResidentRows(RowStore):
@@ -63,6 +64,7 @@ class ResidentRows(RowStore):
         self.prefetch_steps = prefetch_steps
         self._client = client
         self._device = device
+        self._rows_per_part = min(_ROWS_PER_PART, max(1, _BYTES_PER_PART // (8 * spec.dim)))
         self._is_rounded = spec.dtype != "float32"
         self._slots = SlotMap(capacity)
         self._values = SlotValues(spec, rates, capacity, device)
@@ -70,7 +72,8 @@ class ResidentRows(RowStore):
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
         self._active_on_device = torch.zeros(0, dtype=torch.int64, device=device)  # the same
         self._arriving = ArrivingRows(client, gathered_steps=prefetch_steps // 2, counters=self.counters)
-        self._write_back = WriteBack(client, batch_rows=write_back_rows, counters=self.counters)
+        batch_rows = min(write_back_rows, self._rows_per_part)
+        self._write_back = WriteBack(client, batch_rows=batch_rows, counters=self.counters)
 
     @property
     def num_updates(self) -> int:
@@ -121,8 +124,8 @@ class ResidentRows(RowStore):
 
     def _leave(self, slots: Int64Array, *, keep: bool = False) -> None:
         """Enqueues rows for writing back in their present state; with `keep` their slots then hold them as written."""
-        for start in range(0, len(slots), _ROWS_PER_PART):
-            part = slots[start : start + _ROWS_PER_PART]
+        for start in range(0, len(slots), self._rows_per_part):
+            part = slots[start : start + self._rows_per_part]
             self._write_back.make_room(len(part))
             leaving = self._values.leaving(part, self._slots.row[part])
             self._write_back.add(leaving)
