@@ -20,6 +20,7 @@ import pytest
 from tests.helpers.comparing import same
 from tests.helpers.operations import Weightserver
 from weightserver import (
+    Checkpoint,
     ClusterError,
     FencedError,
     LocalCluster,
@@ -108,6 +109,21 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         lambda c: c.fetch([1], step=0, out=np.frombuffer(bytes(16), np.float32).reshape(1, 4)),
         ValueError,
         r"out must be a writable, .* got float32 of shape \[1, 4\], read-only: or omit it",
+    ),
+    "an output that is a list": (
+        lambda c: c.fetch([1], step=0, out=[[0.0] * 4]),  # type: ignore[arg-type]
+        TypeError,
+        "out must be a NumPy array, got list",
+    ),
+    "a checkpoint in the place of its name": (
+        lambda c: c.rollback(Checkpoint("first", 1)),  # type: ignore[arg-type]
+        ValueError,
+        r"name must be a non-empty text that UTF-8 can hold, got Checkpoint\(name='first'",
+    ),
+    "the same, to release": (
+        lambda c: c.release(Checkpoint("first", 1)),  # type: ignore[arg-type]
+        ValueError,
+        "name must be a non-empty text",
     ),
     "a session without a name": (lambda c: c.open_session(""), ValueError, r"name must be a non-empty text"),
     "a place for other rows": (

@@ -120,6 +120,8 @@ def output_array(out: Float32Array | None, shape: tuple[int, int]) -> Float32Arr
     """`out` if it can hold a fetch of that shape, a new array if it is None."""
     if out is None:
         return np.empty(shape, np.float32)
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out must be a NumPy array, got {type(out).__name__}: of a CPU tensor, give tensor.numpy()")
     flags = out.flags
     if out.shape != shape or out.dtype != np.float32 or not flags.c_contiguous or not flags.writeable:
         given = f"{out.dtype} of shape {list(out.shape)}" + ("" if flags.c_contiguous else ", not contiguous")

@@ -445,7 +445,7 @@ class WeightClient(Closing):
             NoTableError: a shard has no such checkpoint, or one of another call; no shard was changed.
             ClusterError: the shards do not hold one table, as after half an extend_table(); no shard was changed.
         """
-        answers = self._shards.describe()
+        name, answers = arguments.checked_name(name), self._shards.describe()
         self._know(*common_table(self._shards, answers))
         kept = checkpoint_in(answers, name)
         request = pb.CheckpointRequest(
@@ -457,6 +457,7 @@ class WeightClient(Closing):
     def release(self, name: str, *, join: bool = False) -> None:
         """Forgets a checkpoint: the disk space that only it needed is used again. Raises NoTableError if no shard has
         it; otherwise, with `join`, this client joins the newest session first."""
+        name = arguments.checked_name(name)
         if all(kept.name != name for shard in self.checkpoints_by_shard() for kept in shard):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
         if join:
