@@ -89,6 +89,14 @@ def test_float32_state_is_rounded_once_on_its_way(client: WeightClient) -> None:
             client.push_gradients([3], np.full((1, SPEC.dim), bad, np.float32), step=9)
 
 
+def test_rows_of_one_value_fit_messages(client: WeightClient) -> None:
+    """Their numbers take more of one than their values."""
+    begin(client, replace(SPEC, num_rows=2_400_000, dim=1, rows_per_block=2_048), RATES)
+    rows = np.arange(0, 2_400_000, 2)
+    client.push_gradients(rows, np.ones((len(rows), 1), np.float32), step=0)
+    assert client.describe().rows_stored == len(rows)
+
+
 @pytest.mark.guard
 def test_shards_and_kills_change_no_bit(tmp_path: Path) -> None:
     """Any number of shards; one killed between pushes."""

@@ -136,7 +136,7 @@ class RowWrite:
             arrays = {name: array[positions] for name, array in self.arrays.items()}
         num_blocks = int(np.count_nonzero(np.diff(rows // rows_per_block, prepend=-1)))
         header: pb.WriteHeader | None = make_header(num_rows=len(rows), num_blocks=num_blocks, rates=rates)
-        rows_per_message = max(1, CHUNK_BYTES // self.array_bytes_per_row)
+        rows_per_message = max(1, CHUNK_BYTES // max(4, self.array_bytes_per_row))  # their ids take up to 2 MiB
         for start in range(0, len(rows), rows_per_message):
             chunk = slice(start, start + rows_per_message)
             with caller.lock:
