@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from tests.helpers.watching import wait_until
 from trainer.presets import PRESETS
 from weightserver import FencedError, RowState, ShardUnavailableError, StepError, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
+from weightserver.core.blocks import BlockCodec
 from weightserver.operations.plan import Workload, plan
 from weightserver.protocol.codec import MAX_WRITE_BYTES
+from weightserver.server.config import ServerConfig
+from weightserver.server.request_memory import write_bytes
 from weightserver.torch import Rows
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import ResidentRows, resident
@@ -59,12 +63,14 @@ def watched(client: WeightClient) -> WatchedClient:
 def make_store(watched: WatchedClient) -> Iterator[Any]:
     stores = []
 
-    def make(*, capacity: int, prefetch_steps: int = 2, write_back_rows: int = 1) -> ResidentRows:
+    def make(
+        *, capacity: int, prefetch_steps: int = 2, write_back_rows: int = 1, spec: TableSpec = SPEC
+    ) -> ResidentRows:
         stores.append(
             ResidentRows(
                 watched,  # type: ignore[arg-type]
-                SPEC,
-                LearningRates(SPEC, RATES),
+                spec,
+                LearningRates(spec, RATES),
                 capacity=capacity,
                 prefetch_steps=prefetch_steps,
                 write_back_rows=write_back_rows,
@@ -215,12 +221,17 @@ def test_rows_of_a_step_may_leave_in_several_parts(
     np.testing.assert_array_equal(client.fetch(np.arange(10), step=1), held)
 
 
-def test_long_rows_are_written_a_few_at_a_time(
+def test_writes_are_such_as_shards_take(
     watched: WatchedClient, make_store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """65,536 rows of 2,048 values are more than one write may hold."""
-    assert 2 * resident._BYTES_PER_PART < MAX_WRITE_BYTES
-    monkeypatch.setattr(resident, "_BYTES_PER_PART", 3 * 8 * SPEC.dim)
+    """By default, of 65,536 rows in as many blocks, or with 2,048 values each, they would not."""
+    for dim, rows_per_block in [(128, 63), (512, 63), (700, 7), (1_024, 7), (2_048, 1), (65_536, 1), (65_536, 63)]:
+        spec = replace(SPEC, dim=dim, rows_per_block=rows_per_block)
+        store = make_store(capacity=1, write_back_rows=1 << 14, spec=spec)
+        most = store._rows_per_part + store._write_back._batch_rows
+        assert most * (8 + 8 * dim + 8) <= MAX_WRITE_BYTES
+        assert write_bytes(BlockCodec(spec), most, most, 2) <= ServerConfig.request_memory_mib << 20
+    monkeypatch.setattr(resident, "_BYTES_PER_PART", 3 * SPEC.rows_per_block * 8 * SPEC.dim)
     store = make_store(capacity=20, prefetch_steps=0, write_back_rows=20)
     step_with(store, 0, np.arange(20))
     store.flush()

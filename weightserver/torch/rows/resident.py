@@ -18,9 +18,9 @@ from weightserver.torch.rows.values import SlotValues
 from weightserver.torch.rows.write_back import WriteBack
 from weightserver.torch.transfer import to_device
 
-_ROWS_PER_PART, _BYTES_PER_PART = 1 << 16, 1 << 28
-"""Rows that are copied from the device at once, at most, and their weights and momentum buffers. Up to two parts are
-written together: a write holds at most 1 GiB."""
+_ROWS_PER_PART, _BYTES_PER_PART = 1 << 16, 1 << 30
+"""Rows that are copied from the device at once, at most, and the bytes of their blocks, if each has one of its own. Up
+to two parts are written together: a shard takes writes of 1 GiB, and has by default 4 GiB for them and their blocks."""
 
 
 class ResidentRows(RowStore):
@@ -64,7 +64,8 @@ class ResidentRows(RowStore):
         self.prefetch_steps = prefetch_steps
         self._client = client
         self._device = device
-        self._rows_per_part = min(_ROWS_PER_PART, max(1, _BYTES_PER_PART // (8 * spec.dim)))
+        bytes_per_row = max(4, spec.rows_per_block) * 2 * spec.value_bytes * spec.dim
+        self._rows_per_part = min(_ROWS_PER_PART, max(1, _BYTES_PER_PART // bytes_per_row))
         self._is_rounded = spec.dtype != "float32"
         self._slots = SlotMap(capacity)
         self._values = SlotValues(spec, rates, capacity, device)
