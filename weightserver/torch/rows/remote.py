@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightserver import WeightClient
+from weightserver import WeightClient, WeightServerError
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.rows.store import RowCounters, RowStore
 from weightserver.torch.transfer import HostCopy, to_device
@@ -110,7 +110,13 @@ class RemoteRows(RowStore):
         self.counters.pushed(len(push.rows), gradients.numel())
 
     def _raise_push_error(self) -> None:
-        """Raises the error of a failed push, which may have caused later ones."""
+        """Raises the error of a failed push, which may have caused later ones. The next call sends it again: the client
+        knows where it was applied."""
         self._settle()
-        if self._push is not None and self._push.sending is not None:
+        if self._push is None or self._push.sending is None:
+            return
+        try:
             self._push.sending.result()
+        except WeightServerError:
+            self._push.sending = self._fetched = None  # what was fetched since may lack it
+            raise

@@ -12,6 +12,7 @@ import numpy as np
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.core.correction import require_finite
+from weightserver.core.errors import OverloadedError, ShardUnavailableError, WrongShardError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT, Precision
 from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy
@@ -45,8 +46,8 @@ class LeavingRows:
 class WriteBack:
     """A bounded queue of rows to write back. One thread writes them in order, `batch_rows` or more per write.
 
-    Until a write is durable, its rows can be taken from the queue.
-
+    Until a write is durable, its rows can be taken from the queue. A write that failed, and those behind it, are sent
+    again once its error was raised, if servers that return would take it: the client knows where it was applied.
     """
 
     def __init__(self, client: WeightClient, *, batch_rows: int, counters: RowCounters) -> None:
@@ -102,9 +103,9 @@ class WriteBack:
 
     def raise_error(self) -> None:
         """Raises the error of a write that failed."""
-        for _, write in self._writes:
+        for number, (_, write) in enumerate(self._writes):
             if write.done():
-                write.result()
+                self._wait(number)
 
     def close(self) -> None:
         """Finishes the write in progress; rows that were not flushed are lost."""
@@ -112,11 +113,14 @@ class WriteBack:
 
     def _write(self) -> None:
         if self._gathered:
-            self._writes.append((self._gathered, self._thread.submit(self._send, self._gathered)))
+            before = self._writes[-1][1] if self._writes else None
+            self._writes.append((self._gathered, self._thread.submit(self._send, self._gathered, before)))
             self._gathered, self._num_gathered = [], 0
 
-    def _send(self, parts: list[LeavingRows]) -> None:
-        """Writes a batch; of a row that left more than once, only its newest state."""
+    def _send(self, parts: list[LeavingRows], before: Future[None] | None) -> None:
+        """Writes a batch, unless the one before it failed; of a row that left more than once, only its newest state."""
+        if before is not None:
+            before.result()
         rows, states = np.concatenate([part.rows for part in parts]), [part.state for part in parts]
         distinct, from_end = np.unique(rows[::-1], return_index=True)
         chosen = len(rows) - 1 - from_end
@@ -127,10 +131,22 @@ class WriteBack:
         self._client.write_state(distinct, weight, momentum_buffer, last_step)
         self._counters.pushed(len(distinct), 2 * weight.size, len(last_step))
 
+    def _wait(self, number: int) -> None:
+        """Waits for a write, the oldest being number 0; raises its error."""
+        try:
+            self._writes[number][1].result()
+        except (ShardUnavailableError, OverloadedError, WrongShardError):
+            sent, before = list(self._writes), None
+            for failed in range(number, len(sent)):
+                before = self._thread.submit(self._send, sent[failed][0], before)
+                sent[failed] = sent[failed][0], before
+            self._writes = deque(sent)
+            raise
+
     def _forget_oldest(self) -> None:
         """Waits for the oldest write and removes its rows from the queue: the servers have them now."""
-        parts, write = self._writes[0]
-        write.result()
+        self._wait(0)
+        parts, _ = self._writes[0]
         self._writes.popleft()
         for leaving in parts:
             for row in leaving.rows.tolist():
