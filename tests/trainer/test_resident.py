@@ -228,14 +228,17 @@ def test_writes_are_such_as_shards_take(
     for dim, rows_per_block in [(128, 63), (512, 63), (700, 7), (1_024, 7), (2_048, 1), (65_536, 1), (65_536, 63)]:
         spec = replace(SPEC, dim=dim, rows_per_block=rows_per_block)
         store = make_store(capacity=1, write_back_rows=1 << 14, spec=spec)
-        most = store._rows_per_part + store._write_back._batch_rows
-        assert most * (8 + 8 * dim + 8) <= MAX_WRITE_BYTES
-        assert write_bytes(BlockCodec(spec), most, most, 2) <= ServerConfig.request_memory_mib << 20
-    monkeypatch.setattr(resident, "_BYTES_PER_PART", 3 * SPEC.rows_per_block * 8 * SPEC.dim)
-    store = make_store(capacity=20, prefetch_steps=0, write_back_rows=20)
+        gathered = store._write_back._batch_rows
+        num_rows, num_blocks = store._rows_per_part + gathered, store._blocks_per_part + gathered
+        assert num_rows * (8 + 8 * dim + 8) <= MAX_WRITE_BYTES
+        assert write_bytes(BlockCodec(spec), num_rows, num_blocks, 2) <= ServerConfig.request_memory_mib << 20
+    monkeypatch.setattr(resident, "_BYTES_PER_PART", 12 * 8 * SPEC.dim)  # or 6 blocks
+    store = make_store(capacity=40, prefetch_steps=0, write_back_rows=20)
     step_with(store, 0, np.arange(20))
     store.flush()
-    assert [len(part) for part in watched.written] == [3] * 6 + [2]
+    step_with(store, 1, 50 + SPEC.rows_per_block * np.arange(20))
+    store.flush()
+    assert [len(part) for part in watched.written] == [12, 8, 6, 6, 6, 2]
 
 
 def test_rows_that_did_not_change_are_not_written(watched: WatchedClient, make_store: Any) -> None:

@@ -18,8 +18,8 @@ from weightserver.torch.rows.values import SlotValues
 from weightserver.torch.rows.write_back import WriteBack
 from weightserver.torch.transfer import to_device
 
-_ROWS_PER_PART, _BYTES_PER_PART = 1 << 16, 1 << 30
-"""Rows that are copied from the device at once, at most, and the bytes of their blocks, if each has one of its own. Up
+_ROWS_PER_PART, _BYTES_PER_PART = 1 << 16, 1 << 28
+"""Rows that are copied from the device at once, at most, and their bytes; their blocks may have four times as many. Up
 to two parts are written together: a shard takes writes of 1 GiB, and has by default 4 GiB for them and their blocks."""
 
 
@@ -64,8 +64,9 @@ class ResidentRows(RowStore):
         self.prefetch_steps = prefetch_steps
         self._client = client
         self._device = device
-        bytes_per_row = max(4, spec.rows_per_block) * 2 * spec.value_bytes * spec.dim
-        self._rows_per_part = min(_ROWS_PER_PART, max(1, _BYTES_PER_PART // bytes_per_row))
+        row_bytes, self._rows_per_block = 2 * spec.value_bytes * spec.dim, spec.rows_per_block
+        self._rows_per_part = min(_ROWS_PER_PART, max(1, _BYTES_PER_PART // row_bytes))
+        self._blocks_per_part = max(1, 4 * _BYTES_PER_PART // (spec.rows_per_block * row_bytes))
         self._is_rounded = spec.dtype != "float32"
         self._slots = SlotMap(capacity)
         self._values = SlotValues(spec, rates, capacity, device)
@@ -73,7 +74,7 @@ class ResidentRows(RowStore):
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
         self._active_on_device = torch.zeros(0, dtype=torch.int64, device=device)  # the same
         self._arriving = ArrivingRows(client, gathered_steps=prefetch_steps // 2, counters=self.counters)
-        batch_rows = min(write_back_rows, self._rows_per_part)
+        batch_rows = min(write_back_rows, self._rows_per_part, self._blocks_per_part)
         self._write_back = WriteBack(client, batch_rows=batch_rows, counters=self.counters)
 
     @property
@@ -125,13 +126,21 @@ class ResidentRows(RowStore):
 
     def _leave(self, slots: Int64Array, *, keep: bool = False) -> None:
         """Enqueues rows for writing back in their present state; with `keep` their slots then hold them as written."""
-        for start in range(0, len(slots), self._rows_per_part):
-            part = slots[start : start + self._rows_per_part]
+        for part in self._parts(slots):
             self._write_back.make_room(len(part))
             leaving = self._values.leaving(part, self._slots.row[part])
             self._write_back.add(leaving)
             if keep and self._is_rounded:
                 self._values.place(part, leaving.state)
+
+    def _parts(self, slots: Int64Array) -> list[Int64Array]:
+        """The slots in parts of few enough rows and blocks."""
+        if len(slots) <= min(self._rows_per_part, self._blocks_per_part):
+            return [slots] if len(slots) else []
+        slots = slots[np.argsort(self._slots.row[slots])]
+        block = np.unique(self._slots.row[slots] // self._rows_per_block, return_inverse=True)[1]
+        ends = np.diff(np.arange(len(slots)) // self._rows_per_part) + np.diff(block // self._blocks_per_part)
+        return np.split(slots, np.flatnonzero(ends) + 1)
 
     def forget_announced(self, *, in_progress: bool) -> None:
         self._values.settle()
