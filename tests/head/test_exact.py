@@ -81,6 +81,19 @@ def test_under_autocast_the_loss_is_that_of_the_rounded_embeddings(make_head: Ma
     head.step(0.1)
 
 
+def test_rows_and_overflows_are_float32_whatever_the_default(make_head: MakeHead) -> None:
+    head, encoder, scaler = make_head(), Encoder(), torch.amp.GradScaler("cpu")
+    torch.set_default_dtype(torch.float64)
+    try:
+        scaler.scale(head(encoder.module(INPUTS[:BATCH_SIZE]), torch.arange(BATCH_SIZE))).backward()
+        head.step(0.1, scaler=scaler, optimizer=encoder.optimizer)
+        scaler.step(encoder.optimizer)
+        scaler.update()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert head.num_steps == 1
+
+
 def test_workers_load_the_batches(make_head: MakeHead) -> None:
     """Processes that are forked while the head's threads run."""
     head = make_head()

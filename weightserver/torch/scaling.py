@@ -154,4 +154,4 @@ class ScalerUse:
     def note(self, overflowed: bool, device: torch.device) -> None:
         """Lets the scaler leave out the encoder's step, and lower its scale, if a gradient overflowed."""
         for state in self._own.values():
-            state["found_inf_per_device"][device] = torch.tensor(float(overflowed), device=device)
+            state["found_inf_per_device"][device] = torch.tensor(overflowed, dtype=torch.float32, device=device)

@@ -37,7 +37,7 @@ class SlotValues:
     """
 
     def __init__(self, spec: TableSpec, rates: LearningRates, capacity: int, device: torch.device) -> None:
-        self.weight = torch.zeros(capacity, spec.dim, device=device)
+        self.weight = torch.zeros(capacity, spec.dim, dtype=torch.float32, device=device)
         self.momentum_buffer = torch.zeros_like(self.weight)
         self.last_step = np.zeros(capacity, np.int64)
         self.fresh = np.zeros(capacity, bool)  # no update has reached the row, although it may have been corrected
