@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -405,7 +406,7 @@ class Table:
 @functools.cache
 def _close_clients_at_exit() -> None:
     """Python waits for the threads of executors before it calls what `atexit` knows."""
-    threading._register_atexit(_close_clients)  # type: ignore[attr-defined]
+    getattr(threading, "_register_atexit", atexit.register)(_close_clients)
 
 
 def _close_clients() -> None:
