@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -38,15 +38,16 @@ class CommandLine:
         return self.over(PRESETS[self.preset][1] if self.preset else TrainConfig())
 
     def over(self, default: TrainConfig) -> TrainConfig:
-        """The given settings, and others of `default`."""
-        return default.with_settings(**self.given)
+        """The given settings, and others of `default`, whose steps do not override epochs that are given."""
+        epochs_alone = "epochs" in self.given and "steps" not in self.given
+        return default.with_settings(**({"steps": None} if epochs_alone else {}) | self.given)
 
     def config(self) -> TrainConfig:
         """The settings of the run. With --resume, all that are not given are those of the run in --output. A preset's
         window and classes of a step fit into its number of images. Exits with status 2 if there is no run to resume."""
         config = self.alone
         if _is_there(config):
-            return self.over(_of_run(config, self.given))
+            return self.over(_of_run(config))
         if self.preset and config.data.num_images:
             return self.over(_for_fewer_images(PRESETS[self.preset][1], config.data.num_images))
         if not self.preset and int(os.environ.get("RANK", "0")) == 0:  # other ranks take their settings from it
@@ -119,12 +120,9 @@ def _is_there(config: TrainConfig) -> bool:
         return False
 
 
-def _of_run(config: TrainConfig, given: Container[str]) -> TrainConfig:
+def _of_run(config: TrainConfig) -> TrainConfig:
     """The settings of the run in the --output of `config`, as defaults for the command line that resumes it."""
-    stored = TrainConfig.of_run(read_settings(config.run.output))
-    if "epochs" in given and "steps" not in given:
-        stored = stored.with_settings(steps=None)  # which would override them
-    return stored.with_settings(output=config.run.output)
+    return TrainConfig.of_run(read_settings(config.run.output)).with_settings(output=config.run.output)
 
 
 def _refuse_preset(arguments: Sequence[str]) -> NoReturn:

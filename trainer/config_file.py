@@ -71,7 +71,9 @@ def parse_with_file(arguments: Sequence[str]) -> CommandLine:
     except (ValueError, OSError) as error:
         print_error(f"trainer: --config {path}: {getattr(error, 'strerror', None) or error}")
         sys.exit(2)
-    return CommandLine(preset, file.given | parse([preset, *left[given is not None :]]).given)
+    of_line = parse([preset, *left[given is not None :]]).given
+    of_file = {name: value for name, value in file.given.items() if name != "steps" or "epochs" not in of_line}
+    return CommandLine(preset, of_file | of_line)
 
 
 def _read(path: Path) -> tuple[str, list[str]]:

@@ -38,6 +38,16 @@ def test_what_is_written_is_read_back(preset: str, options: list[str], tmp_path:
     assert (tomllib.loads(file.read_text()) == {"preset": preset}) == (not options), "differences alone"
 
 
+def test_steps_of_a_preset_or_a_file_do_not_override_epochs_of_the_command_line(tmp_path: Path) -> None:
+    assert parse_config(["synthetic", "--epochs", "3"]).optimization.num_steps(512_000) == 3_000
+    assert parse_config(["synthetic", "--epochs", "3", "--steps", "7"]).optimization.num_steps(512_000) == 7
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "demo"\nsteps = 7\n')
+    options = ["--config", str(file)]
+    assert parse_with_file(options).config().optimization.num_steps(128) == 7
+    assert parse_with_file([*options, "--epochs", "3"]).config().optimization.num_steps(128) == 3
+
+
 def test_settings_are_printed_before_anything_starts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
