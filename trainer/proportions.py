@@ -116,7 +116,7 @@ def _turns(config: TrainConfig, rates: Float64Array, num_rows: int) -> Float64Ar
     Between visits r shrinks by λη/(1 − m) in each step.
     """
     steps_apart = num_rows / config.optimization.batch_size
-    firsts = np.unique(np.round(np.arange(0, len(rates), steps_apart)).astype(np.int64))
+    firsts = np.unique(np.round(np.arange(0, len(rates), max(1, steps_apart))).astype(np.int64))
     firsts = firsts[firsts < len(rates)]
     visits = np.diff(firsts, append=len(rates)) / steps_apart  # several at a time, if rows are fewer than images
     sums = np.add.reduceat(rates, firsts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 
@@ -115,6 +116,16 @@ def test_shared_classes_and_a_plain_softmax() -> None:
     plain = proportions(config.with_settings(softmax="plain"), 10_000)
     assert plain.first_turn is plain.total_turn is None
     assert len(list(plain.lines())) == len(MEANINGS) - 2
+
+
+def test_few_classes_take_no_memory_for_each_of_their_visits() -> None:
+    config = PRESETS["demo"][1].with_settings(steps=1_000)
+    tracemalloc.start()
+    try:
+        assert proportions(config, 10_000, 2).visits_per_row == 64_000
+        assert tracemalloc.get_traced_memory()[1] < 200 * 1_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_run_has_them_in_its_summary_and_its_report(tmp_path: Path) -> None:
