@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,10 @@ def averaged_over_ranks(network: nn.Module, ranks: Ranks) -> nn.Module:
     """The network, wrapped if there are several ranks, so that its gradients are averaged over them."""
     if ranks.world_size == 1:
         return network
-    return DistributedDataParallel(network, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    known = signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
+    unsynced: dict[str, Any] = {name: False}
+    return DistributedDataParallel(network, **unsynced, gradient_as_bucket_view=True)
 
 
 def averaging_gradients(parallel: nn.Module, wanted: bool) -> AbstractContextManager[None]:
