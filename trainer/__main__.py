@@ -41,9 +41,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         with shown(), stage("loading libraries"):
             from trainer.loop import train
             from trainer.results import finish
-        log_events(
-            config.report.log_format, lambda: {"run": config.run.output.name, "rank": int(os.environ.get("RANK", "0"))}
-        )
+        log_events(config.report.log_format, lambda: {"run": config.run.name, "rank": int(os.environ.get("RANK", "0"))})
         finish(train(config))
     sys.exit(0)
 

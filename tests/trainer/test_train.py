@@ -143,6 +143,13 @@ def test_files_of_a_run(data_dir: Path, tmp_path: Path) -> None:
     assert encoder(torch.zeros(2, 1, 28, 28)).shape == (2, 16)
 
 
+def test_a_run_in_the_current_directory_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(small_run(Path("."), steps=2, encoder=ONLY_ROWS, num_shards=1))
+    with LocalCluster(1, tmp_path / "servers") as cluster, WeightClient(cluster.addresses) as client:
+        assert client.describe().run == tmp_path.name
+
+
 def test_a_used_directory_is_refused(data_dir: Path, tmp_path: Path) -> None:
     train(config(data_dir, tmp_path / "run", rows="dense", steps=1))
     before = (tmp_path / "run" / "metrics.jsonl").read_text()

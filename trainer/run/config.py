@@ -55,6 +55,11 @@ class RunConfig(Settings):
     keep_checkpoints: int = resumable(3)
     """Number of newest checkpoints to keep."""
 
+    @property
+    def name(self) -> str:
+        """That of its directory, also if --output is . or ends in ..; servers, logs and metrics know the run by it."""
+        return Path(os.path.abspath(self.output)).name
+
     def check(self) -> None:
         if self.extend and not self.resume:
             raise SettingError("--extend adds images to a run that is resumed: give --resume too, or omit it", "extend")

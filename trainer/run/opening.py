@@ -38,7 +38,7 @@ def head_of(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> Classifie
             connect_seconds=config.servers.wait_for_servers,
             **security,
         ),
-        run=config.run.output.name,
+        run=config.run.name,
         directory=None if config.servers.servers else config.run.output / "servers",
         rows=Rows(
             config.rows.rows,
@@ -123,7 +123,7 @@ def _to_resume(client: WeightClient, config: TrainConfig, images: RunImages, ran
         has_grown = images != saved
     else:
         with contextlib.suppress(NoTableError):
-            if client.describe().run == (name := config.run.output.name):  # nothing was written; it begins again
+            if client.describe().run == (name := config.run.name):  # nothing was written; it begins again
                 client.open_session(
                     name, force=True, take_over=config.servers.take_over
                 )  # refused while that run lives

@@ -72,7 +72,7 @@ class Recorder:
         """What takes each record: metrics.jsonl, TensorBoard, Weights & Biases, the progress; empty on other ranks."""
         self._num_steps = config.optimization.num_steps(num_images)
         self._metrics = TrainerMetrics(
-            run=config.run.output.name,
+            run=config.run.name,
             rank=ranks.rank,
             window_size=config.sampling.window_size,
             batch_size=config.optimization.batch_size,

@@ -26,7 +26,7 @@ def weights_and_biases(config: TrainConfig, project: str) -> Iterator[Callable[[
     try:
         run = wandb.init(
             project=project,
-            name=config.run.output.name,
+            name=config.run.name,
             id=known.read_text().strip(),
             resume="allow",
             dir=config.run.output,
