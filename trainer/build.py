@@ -22,7 +22,7 @@ from trainer.data.prefetch import Visits, views_ahead
 from trainer.display import stage
 from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.knn_probe import KnnProbe
-from trainer.model import PICModel, build_model, measure_feature_dim
+from trainer.model import PICModel, build_model, library_model, measure_feature_dim
 from trainer.monitors import Monitors
 from trainer.observing import Observer
 from trainer.run.checkpoint import Checkpoints
@@ -258,6 +258,11 @@ def model_of(config: TrainConfig, ranks: Ranks) -> PICModel:
         head_layers=config.model.head_layers,
         embedding_norm=config.model.embedding_norm,
     )
+    if getattr(library_model(model.encoder), "aux_logits", False):  # torchvision's GoogLeNet and Inception
+        raise ValueError(
+            f"encoder {config.model.encoder.name!r} has further classifiers while it is trained: give "
+            "--encoder.options aux_logits=False"
+        )
     for side in {augmentation.image_size for augmentation in config.augmentations()}:
         num_features = measure_feature_dim(model.encoder, replace(config.model.encoder, image_size=side))
         if num_features != model.feature_dim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,16 @@ def test_a_gpu_launches_a_compiled_encoder_as_a_graph_unless_gradients_are_accum
     monkeypatch.setattr(PICModel, "to", lambda model, *_, **__: model)  # without a GPU
     model_of(small_run(tmp_path, compile=True, **changes), Ranks(device=torch.device(device)))
     assert modes == [mode]
+
+
+def test_an_encoder_with_further_classifiers_is_refused(tmp_path: Path) -> None:
+    """While they are trained, torchvision's GoogLeNet and Inception return what these say, too."""
+    encoder = EncoderConfig(name="googlenet", in_channels=3, image_size=64, options=("init_weights=False",))
+    with pytest.raises(ValueError, match=r"'googlenet' .*: give --encoder\.options aux_logits=False"):
+        model_of(small_run(tmp_path, encoder=encoder), Ranks())
+    encoder = dataclasses.replace(encoder, options=(*encoder.options, "aux_logits=False"))
+    model = model_of(small_run(tmp_path, encoder=encoder), Ranks()).train()
+    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 16)
 
 
 @pytest.mark.parametrize(("changes", "momentum"), [({"optimizer": "adamw"}, 0.8), ({"row_momentum": 0.4}, 0.4)])
