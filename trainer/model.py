@@ -188,8 +188,18 @@ def save_encoder(
     encoder: nn.Module, config: EncoderConfig, path: Path, metadata: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Writes an encoder and its config atomically as one safetensors file, with more metadata."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
+    tensors = separate(encoder.state_dict())
     atomic_write(path, lambda partial: save_file(tensors, partial, metadata=encoder_metadata(config) | dict(metadata)))
+
+
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors on the host that share no memory, which safetensors refuses; layers may share weights."""
+    found, known = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        content = tensor.cpu().contiguous()
+        found[name] = content.clone() if content.data_ptr() in known else content
+        known.add(content.data_ptr())
+    return found
 
 
 def encoder_metadata(config: EncoderConfig) -> dict[str, str]:

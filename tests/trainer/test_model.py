@@ -8,11 +8,13 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from trainer.compute import ComputeConfig
 from trainer.config import TrainConfig
 from trainer.model import EncoderConfig, build_encoder, build_model, encoder_metadata, load_encoder, save_encoder
+from trainer.run.checkpoint_file import give_state, tensors_to_save
 from trainer.small_resnet import BasicBlock, GridOfAverages, SmallResNet
 
 SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
@@ -171,6 +173,19 @@ def test_an_encoder_file_without_options_has_none(tmp_path: Path) -> None:
     assert settings.pop("options") == []
     save_file(encoder.state_dict(), path, metadata | {"encoder": json.dumps(settings)})
     assert load_encoder(path)[1] == SMALL
+
+
+def test_layers_that_share_weights_are_saved(tmp_path: Path) -> None:
+    """As those of timm's CoaT do."""
+    layer, path = nn.Linear(2, 2), tmp_path / "file.safetensors"
+    network = nn.Sequential(layer, layer)
+    save_encoder(network, SMALL, path)
+    assert load_file(path)["1.weight"].equal(layer.weight)
+    optimizer = torch.optim.SGD(network.parameters())
+    save_file(tensors_to_save(network, optimizer), path)
+    layer.weight.data.zero_()
+    give_state(load_file(path), network, optimizer)
+    assert layer.weight.all()
 
 
 @pytest.mark.parametrize(

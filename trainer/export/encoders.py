@@ -35,6 +35,7 @@ from trainer.model import (
     build_encoder,
     encoder_metadata,
     library_model,
+    separate,
     small_options,
     timm_options,
 )
@@ -81,7 +82,7 @@ def export_encoder(
     if library == "onnx":
         atomic_write(unnamed, lambda path: _write_onnx(encoder, config, path))
     else:
-        tensors = {name: tensor.contiguous() for name, tensor in converted.tensors.items()}
+        tensors = separate(converted.tensors)
         metadata = encoder_metadata(config) | settings_of(DataConfig, settings).metadata()
         atomic_write(unnamed, lambda path: save_file(tensors, path, metadata=metadata))
     digest = sha256(unnamed)

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainer.distributed import tensors_of_first
+from trainer.model import separate
 from trainer.run.run_images import RunImages
 from weightserver import Checkpoint
 from weightserver.common.atomic_files import sync
@@ -97,7 +98,7 @@ def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         if "step" in group:  # of timm's Lamb: a tensor, or, in its older versions, an int
             tensors[f"{GROUP}{number}.step"] = torch.as_tensor(group["step"])
     copies = HostCopy(list(tensors.values())).wait()
-    return {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}
+    return separate(dict(zip(tensors, copies, strict=True)))
 
 
 def _prefix(key: str) -> str:
