@@ -69,6 +69,8 @@ def test_records_of_the_training_loop(metrics: TrainerMetrics, read: Read) -> No
     expected = {"loss": 4.0, "row_wait_seconds_total": 0.75} | MONITORS
     assert {name: read(name) for name in expected} == expected
     assert read("last_checkpoint_timestamp_seconds") > began
+    metrics.observe(RECORD)
+    assert all(math.isnan(read(name)) for name in MONITORS), "overflowed: no older value stays"
 
 
 def test_a_step_that_does_not_end_shows(metrics: TrainerMetrics, read: Read) -> None:

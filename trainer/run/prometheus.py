@@ -33,7 +33,7 @@ _GAUGES = {
     "gradient_norm": "L2 norm of the encoder's gradient.",
     "row_norm": "Mean L2 norm of the active rows.",
 }
-"""Key of a record, which is the name after pic_trainer_, to help text; NaN until a record has it."""
+"""Key of a record, which is the name after pic_trainer_, to help text; NaN if the newest record lacks it."""
 
 STAGES = ("data", "rows", "forward", "backward", "optimizer", "other")
 """Stages of a step; a record has the seconds of each as NAME_seconds."""
@@ -91,9 +91,9 @@ class TrainerMetrics:
         self._images.inc(self._batch_size)
 
     def observe(self, record: dict[str, Any]) -> None:
-        """Shows a record of metrics.jsonl; keys without a metric are ignored."""
-        for key in self._gauges.keys() & record.keys():
-            self._gauges[key].set(record[key])
+        """Shows a record of metrics.jsonl; keys without a metric are ignored, what it lacks is unknown."""
+        for key, gauge in self._gauges.items():
+            gauge.set(record.get(key, math.nan))
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[str, Callable[[], None]]:
         """Serves /metrics on a port, 0 for a free one; returns host:port and a function that stops it.
