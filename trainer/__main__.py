@@ -54,7 +54,8 @@ def _settings(arguments: list[str]) -> TrainConfig:
     from trainer.proportions import proportions
 
     if arguments and not arguments[0].startswith("-") and arguments[0] not in PRESETS and _names_images(arguments[0]):
-        arguments = ["images", "--data-dir", *arguments]
+        has_file = any(argument.partition("=")[0] == "--config" for argument in arguments)  # which names the preset
+        arguments = [*([] if has_file else ["images"]), "--data-dir", *arguments]
     only_prints = "--print-config" in arguments
     command = parse_with_file([argument for argument in arguments if argument != "--print-config"])
     if command.preset == "images":

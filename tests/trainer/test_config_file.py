@@ -87,6 +87,18 @@ def test_what_is_chosen_for_ones_own_images_is_written_and_read_back(
     assert images_config(parse_with_file(["--config", "run.toml"])) == images_config(parse(["images", *arguments]))
 
 
+def test_a_folder_is_trained_on_with_the_preset_of_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text('preset = "imagenet-1k"\n')
+    Path("packed").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["packed", "--config=run.toml", "--print-config"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == 'preset = "imagenet-1k"\ndata_dir = "packed"\n'
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
