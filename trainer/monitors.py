@@ -46,10 +46,15 @@ class Monitors:
         self._cosine = softmax.softmax == "cosine"
         self._ranks = ranks
         self._steps: deque[Tensor] = deque(maxlen=math.ceil(RANKME_WINDOW / batch_size))
+        self._gradient_norm = math.nan
 
     def keep(self, embeddings: Tensor) -> None:
         """Keeps a step's embeddings (A, b, D) for RankMe; every step is passed."""
         self._steps.append(embeddings)
+
+    def measure_gradient(self) -> None:
+        """Measures the encoder's gradient for the next call of `measure`."""
+        self._gradient_norm = gradient_norm(self._encoder.parameters())
 
     @torch.no_grad()
     def measure(self, update: Update, num_rows: int) -> dict[str, float]:
@@ -70,7 +75,7 @@ class Monitors:
             "rankme": rankme(unit.flatten(0, 1)) if len(self._steps) == self._steps.maxlen else math.nan,
             "feature_std": feature_std(batch),
             "mean_cosine": mean_cosine(batch),
-            "gradient_norm": gradient_norm(self._encoder.parameters()),
+            "gradient_norm": self._gradient_norm,
             "row_norm": lengths / rows,
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -28,12 +28,19 @@ class Observer:
             with self.recorder.paused("kNN evaluation"):
                 self.knn.observe_beginning()
 
+    def before_update(self, step: int) -> None:
+        """Measures the gradient of a step that will be recorded: optimizers of timm before 1.0.31 change it."""
+        if self._is_recorded(step):
+            self.monitors.measure_gradient()
+
+    def _is_recorded(self, step: int) -> bool:
+        return step + 1 == self.steps.stop or (step + 1) % self.config.report.log_every == 0
+
     def observe(self, step: int, update: Update, learning_rate: float, num_active: int) -> None:
         """Records the steps since the last record if one is due. Raises ValueError if a loss is not finite."""
-        last = step + 1 == self.steps.stop
         self.recorder.advance(step)
         self.monitors.keep(update.embeddings)
-        if not last and (step + 1) % self.config.report.log_every:
+        if not self._is_recorded(step):
             return
         if not math.isfinite(loss := update.loss.item()):
             raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
@@ -41,7 +48,7 @@ class Observer:
         record = self.recorder.measure(step, loss, learning_rate, num_active, monitored)
         if self.knn is not None:
             knn_steps = self.config.report.knn_every * self.num_images / self.config.optimization.batch_size
-            due = is_due(knn_steps, step, self.config.report.log_every, last)
+            due = is_due(knn_steps, step, self.config.report.log_every, step + 1 == self.steps.stop)
             with self.recorder.paused("kNN evaluation"):
                 record |= self.knn.observe(due=due)
         self.recorder.write(record)

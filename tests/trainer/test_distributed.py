@@ -59,6 +59,7 @@ def monitors(ranks: Ranks, owners: str) -> dict[str, Tensor]:
     encoder.weight.grad, encoder.bias.grad = torch.ones(2, 2), torch.ones(2)
     found = Monitors(encoder, LossConfig(), ranks, batch_size=PARTS * PART_SIZE)
     found._steps = type(found._steps)(maxlen=2)
+    found.measure_gradient()
     values: dict[str, float] = {}
     for _ in range(2):
         embeddings = torch.randn(PARTS, PART_SIZE, DIM, generator=generator)

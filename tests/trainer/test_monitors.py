@@ -42,6 +42,7 @@ def test_all_monitors_of_a_batch(softmax: Any, monkeypatch: pytest.MonkeyPatch) 
     steps = [torch.randn(2, 3, 5, generator=generator) for _ in range(3)]
     classes, labels = torch.randn(9, 5, generator=generator), torch.tensor([0, 3, 2, 6, 5, 4])
     found = {}
+    monitors.measure_gradient()
     for number, embeddings in enumerate(steps):
         monitors.keep(embeddings)
         found = monitors.measure(Update(torch.tensor(0.0), embeddings, classes, labels), num_rows=7)
@@ -73,6 +74,7 @@ def test_what_overflowed_is_left_out() -> None:
     encoder.weight.grad = torch.full((1, 1), math.inf)
     monitors = Monitors(encoder, LossConfig(), Ranks(), batch_size=1)
     monitors.keep(torch.ones(1, 1, 4))
+    monitors.measure_gradient()
     update = Update(torch.tensor(0.0), torch.ones(1, 1, 4), torch.ones(2, 4), torch.tensor([0]))
     assert monitors.measure(update, num_rows=2).keys() == {"instance_top1", "feature_std", "row_norm"}
 
@@ -89,3 +91,22 @@ def test_a_run_records_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert 0 < record["feature_std"] < 1 / math.sqrt(16)
         assert 1 <= record["rankme"] <= 16
     assert records[-1]["gradient_norm"] == gradient_norm(model.encoder.parameters())
+
+
+def test_the_gradient_is_measured_before_an_optimizer_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LARS and LAMB of timm before 1.0.31 do."""
+
+    step = torch.optim.SGD.step
+
+    def changing(optimizer: torch.optim.SGD) -> None:
+        step(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.zero_()
+
+    monkeypatch.setattr(torch.optim.SGD, "step", changing)
+    train(small_run(tmp_path / "run", rows="dense", steps=1))
+    (record,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert record["gradient_norm"] > 0
