@@ -302,6 +302,7 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
     [
         ({}, False, r"holds no run to resume: omit --resume"),
         ({"resume": "auto", "resume_step": 0}, False, "holds no run to resume: omit --resume-step"),
+        ({"resume": "auto", "margin_size": 0.3}, False, "--margin-size 0.3 is for --margin cosface"),
         (
             {"temperature": 0.3, "resume": "auto"},
             True,

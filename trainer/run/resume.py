@@ -45,7 +45,9 @@ def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     (resumes,) = ranks.max_over_ranks([float(found)])
     if config.run.resume_step is not None and not resumes:
         raise ValueError(f"{config.run.output} holds no run to resume: omit --resume-step, or give the run's --output")
-    return _as_on_first(config.with_settings(resume=bool(resumes)), ranks)
+    config = config.with_settings(resume=bool(resumes))
+    config.check()  # a new run may have no setting without effect
+    return _as_on_first(config, ranks)
 
 
 def _as_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
