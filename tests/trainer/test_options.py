@@ -299,6 +299,7 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         ({"rows": "dense", "servers": "127.0.0.1:1"}, "--rows dense keeps the rows in the trainer: omit --servers"),
         ({"rows": "dense", "correction": "paper"}, "--correction paper corrects rows after a gap, .*: use --rows resi"),
         ({"correction": "later"}, "--correction must be exact, paper or none, got later"),
+        ({"keep_checkpoints": 1_000}, r"--keep-checkpoints must lie in 1\.\.900, got 1000: the weight "),
         ({"accumulate": 3}, "--batch-size 16 is not a multiple of --accumulate 3"),
         ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),
         ({"views": 0}, "--views must be at least 1, got 0"),

@@ -15,6 +15,7 @@ from weightserver.common.installing import install_advice
 from weightserver.common.logs import LogFormat
 
 Resume = bool | Literal["auto"]
+_MOST_CHECKPOINTS = 900
 
 
 def _resume(words: list[str]) -> Resume:
@@ -53,7 +54,7 @@ class RunConfig(Settings):
     """Steps between checkpoints. 0: only at step 0 and when the run ends or SIGTERM or SIGINT stops it. A run with
     --rows dense saves no checkpoints."""
     keep_checkpoints: int = resumable(3)
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep, at most 900."""
 
     @property
     def name(self) -> str:
@@ -68,7 +69,12 @@ class RunConfig(Settings):
                 "--resume-step is for a run that is resumed: give --resume too, or omit it", "resume_step"
             )
         check_at_least(self, 0, "checkpoint_every")
-        check_at_least(self, 1, "keep_checkpoints")
+        if not 1 <= self.keep_checkpoints <= _MOST_CHECKPOINTS:
+            raise SettingError(
+                f"--keep-checkpoints must lie in 1..{_MOST_CHECKPOINTS}, got {self.keep_checkpoints}: the weight "
+                "servers retain at most 1,000, those of backups included",
+                "keep_checkpoints",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
