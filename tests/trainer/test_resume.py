@@ -327,6 +327,24 @@ def test_resume_rejects_other_runs(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_run_that_is_interrupted_in_its_first_checkpoint_can_be_resumed(
+    is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, settings = Checkpoints._write, {"steps": 2, "num_shards": 1, "encoder": ONLY_ROWS}
+
+    def interrupted(*arguments: Any) -> None:
+        if is_written:
+            write(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(small_run(tmp_path / "run", **settings))
+    assert train(small_run(tmp_path / "run", resume=True, **settings)).summary["steps"] == 2
+
+
 @pytest.mark.guard
 def test_one_command_starts_and_resumes_a_run(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,6 +86,7 @@ class Checkpoints:
             if self._ranks.is_first and not file_path(self._directory, step).exists():
                 with contextlib.suppress(NoTableError):
                     client.release(checkpoint_name(step))  # it is useless without its file
+                begun_path(self._directory, step).unlink(missing_ok=True)
             raise
         self._on_saved()
         if self._ranks.is_first:

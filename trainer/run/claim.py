@@ -18,7 +18,7 @@ class DirectoryClaim:
     """Claims the directory of a new run, or checks that of a run to be resumed; on ranks other than 0 it does nothing.
 
     A context manager. A new run that fails before its first checkpoint or step releases the directory, so that the same
-    command can be repeated.
+    command can be repeated. Interrupted in its first checkpoint, it can be resumed.
 
     Raises:
         ValueError: a directory that another run used, or that cannot be written.
@@ -42,8 +42,10 @@ class DirectoryClaim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None and self._is_first and not self._is_kept:
-            (self._config.run.output / CONFIG_FILE).unlink(missing_ok=True)
+        output = self._config.run.output
+        has_begun = any((output / "checkpoints").glob("step-*"))  # the weight servers may keep a checkpoint
+        if kind is not None and self._is_first and not self._is_kept and not has_begun:
+            (output / CONFIG_FILE).unlink(missing_ok=True)
 
     def keep(self) -> None:
         """Keeps the directory even if the run fails from now on."""
