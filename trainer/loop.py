@@ -130,8 +130,8 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
         group["lr"] = rate
     with stage("rows"):
         run.head.step(rate)  # by the gradient (K, D) of the active rows
+    run.observer.before_update(step)
     with stage("optimizer"):
-        run.observer.before_update(step)
         run.optimizer.step()
     first_views = embedded[:: len(run.parts) // run.config.optimization.accumulate]
     return Update(loss, torch.stack(first_views), weight, labels)
