@@ -12,13 +12,14 @@ def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
     """Warnings about a run that does not visit all images, or whose rows never return to the window."""
     window, stride = config.sampling.window_size, config.sampling.window_stride
     visits = config.optimization.num_steps(num_images) * config.optimization.batch_size
-    moves = max(0, math.ceil(visits / window) - 1)
-    reached = min(window, visits) + moves * stride  # images are counted again in each pass over them
-    values = {"visits": visits, "windows": moves + 1, "window": window, "stride": stride}
+    windows, later = max(1, -(-visits // window)), max(0, visits - window)
+    # of the last window's new images, as many as of its visits; images are counted again in each pass over them
+    reached = min(window, visits) - -later * stride // window
+    values = {"visits": visits, "windows": windows, "window": window, "stride": stride}
     values |= {"images": num_images, "reached": reached}
-    length = f"{visits:,} visits fill {moves + 1:,} windows of {window:,} images that move by {stride:,}"
+    length = f"{visits:,} visits fill {windows:,} windows of {window:,} images that move by {stride:,}"
     if reached < num_images:
-        needed = -(-(num_images - window) // moves) if moves else window + 1
+        needed = -(-(num_images - window) * window // later) if later else window + 1
         visits_needed = window * (1 + math.ceil((num_images - window) / stride))
         ways = [_longer(config, visits_needed, num_images)]
         if window < num_images:

@@ -163,6 +163,8 @@ def test_settings_of_one_start_are_kept_in_no_file(tmp_path: Path) -> None:
         ({"window_size": 100, "window_stride": 10, "batch_size": 10, "steps": 60}, "visits only 150 of 300 images"),
         ({"window_size": 100, "window_stride": 40, "batch_size": 10, "steps": 60}, "no row returns to the window"),
         ({"window_size": 100, "window_stride": 41, "batch_size": 10, "steps": 60}, ""),
+        ({"window_size": 100, "window_stride": 40, "batch_size": 10, "steps": 55}, "visits only 280 of 300 images"),
+        ({"window_size": 100, "window_stride": 100, "batch_size": 10, "steps": 25}, "visits only 250 of 300 images"),
         ({"window_size": 300, "window_stride": 300, "batch_size": 10, "steps": 30}, "no row returns to the window"),
         ({"window_size": 300, "window_stride": 300, "batch_size": 10, "steps": 31}, ""),
         ({"window_size": 300, "window_stride": 300, "batch_size": 10, "steps": 9}, "visits only 90 of 300 images"),
