@@ -175,6 +175,9 @@ def test_an_image_and_its_copy_are_nearest() -> None:
         assert nearest.agrees
         assert nearest.similarity == pytest.approx(1, abs=1e-5)
         assert sample.neighbours[1].agrees is False
+    some = replace(data, train_labels=torch.where(labels < 5, -1, labels))
+    for sample in inspect_encoder(build_encoder(config), config, some, bank=20).images:
+        assert sample.neighbours[0].agrees is (True if sample.sample.index % 10 >= 5 else None), "none is no label"
     named = inspect_encoder(build_encoder(config), config, replace(data, class_names=tuple("abcdefghij")), bank=20)
     assert all(image.sample.label == "abcdefghij"[image.sample.index % 10] for image in named.images)
     with pytest.raises(ValueError, match="1 images are too few"):

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from trainer.data import Dataset
+from trainer.data.listing import NO_LABEL
 from trainer.evaluate.features import encode
 from trainer.model import EncoderConfig
 
@@ -30,7 +31,7 @@ class Picture:
     label: str = ""
     similarity: float = 1.0
     agrees: bool | None = None
-    """Whether it has the same label as the sample; None without labels."""
+    """Whether it has the same label as the sample; None if one of them has none."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,12 @@ def inspect_encoder(
     similarity = features[samples] @ features.T  # (samples, N)
     similarity[torch.arange(len(samples)), samples] = -torch.inf  # not itself
     nearest = similarity.topk(min(_NUM_NEIGHBOURS, number - 1))
-    labels = _names(dataset, number)
+    labels, names = dataset.train_labels[:number].tolist(), _names(dataset, number)
 
     def picture(index: int, cosine: float = 1.0, sample: int | None = None) -> Picture:
-        label = labels[index] if labels else ""
-        agrees = label == labels[sample] if labels and sample is not None else None
+        label = names[index] if names else ""
+        both = (labels[index], labels[sample]) if names and sample is not None else (NO_LABEL, NO_LABEL)
+        agrees = None if NO_LABEL in both else both[0] == both[1]
         (image,) = images[torch.tensor([index])]
         return Picture(_uri(image), index, label, cosine, agrees)
 
