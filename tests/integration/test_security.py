@@ -46,8 +46,9 @@ from weightserver import (
     WeightServerError,
 )
 from weightserver.client.security import ClientSecurity
-from weightserver.common.security import TOKEN_VARIABLE, Followed, read_pair, read_token
-from weightserver.operations.certificates import write_certificates
+from weightserver.common.atomic_files import atomic_write
+from weightserver.common.security import TOKEN_VARIABLE, Followed, read_pair, read_token, validity
+from weightserver.operations.certificates import renew_certificates, write_certificates
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.server.config import ServerConfig
 from weightserver.server.security import ServerTls
@@ -457,6 +458,25 @@ def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) ->
         with pytest.raises(ValueError, match=message):
             write_certificates(tmp_path / "none", hosts, days=days)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("file", ["server-key.pem", "server.pem", "client-key.pem", "client.pem"])
+def test_a_renewal_that_was_interrupted_is_repeated(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "certs"
+    write_certificates(own, ["127.0.0.1"], days=1)
+
+    def write(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.name == file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        atomic_write(path, *arguments, **options)
+
+    monkeypatch.setattr("weightserver.operations.certificates.atomic_write", write)
+    with pytest.raises(OSError, match="No space left"):
+        renew_certificates(own)
+    assert commands.weightserver("certs", own, "--renew-within", "30")[0] == 0
+    for name in ("server", "client"):
+        _, pem = read_pair(own / f"{name}.pem", own / f"{name}-key.pem", "--tls-cert", "--tls-key")
+        assert validity(pem)[1] > datetime.now(UTC) + timedelta(days=300), name
 
 
 def test_certificates_are_renewed_by_their_own_authority(renewed: tuple[Served, Path]) -> None:

@@ -89,11 +89,12 @@ def _issued(
     names: x509.SubjectAlternativeName,
     period: tuple[datetime, datetime],
 ) -> dict[str, bytes]:
-    """The servers' and the clients' files, each key before its certificate."""
+    """The clients' and the servers' files, each key before its certificate. Last is server.pem, by whose end a
+    renewal is due."""
     leaf, signs = x509.BasicConstraints(ca=False, path_length=None), _key_usage("digital_signature")
     wanted: dict[str, tuple[str, list[x509.ExtensionType]]] = {
-        "server": ("weightserver", [leaf, signs, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), names]),
         "client": ("weightserver client", [leaf, signs, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])]),
+        "server": ("weightserver", [leaf, signs, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), names]),
     }
     contents: dict[str, bytes] = {}
     for file, (name, extensions) in wanted.items():
