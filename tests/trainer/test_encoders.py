@@ -187,23 +187,31 @@ def test_onnx_without_its_extra_says_what_to_install(
     assert f"needs the extra of that name: {install_advice('onnx')}" in capsys.readouterr().err
 
 
-@pytest.mark.guard
 @pytest.mark.parametrize(
-    ("name", "in_channels", "library"),
-    [("resnet18", 1, "torchvision"), ("resnet18", 3, "timm"), ("timm:resnet18", 1, "timm")],
+    ("name", "in_channels", "library", "dataset"),
+    [
+        ("resnet18", 3, "torchvision", "cifar-10"),
+        ("timm:resnet18", 3, "timm", "cifar-10"),
+        pytest.param("resnet18", 1, "torchvision", "folder", marks=pytest.mark.guard),
+        pytest.param("resnet18", 3, "timm", "folder", marks=pytest.mark.guard),
+        pytest.param("timm:resnet18", 1, "timm", "packed", marks=pytest.mark.guard),
+    ],
 )
 def test_the_libraries_scale_pixels_as_the_encoder_was_trained(
-    tmp_path: Path, name: str, in_channels: int, library: str
+    tmp_path: Path, name: str, in_channels: int, library: str, dataset: str
 ) -> None:
-    """The card's preprocessing of a picture equals that of evaluation."""
+    """The card's preprocessing of a picture equals that of evaluation, which takes whole images of CIFAR-10."""
     run, out = a_run(tmp_path / "run", name, in_channels), tmp_path / "out"
+    settings = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(settings | {"dataset": dataset}))
     assert export(run, "--format", library, "--output", out) == 0
     pixels = images()[0].permute(1, 2, 0).numpy()
-    picture = Image.fromarray(pixels).resize((decoded_side(SIDE),) * 2)
+    side = SIDE if dataset == "cifar-10" else decoded_side(SIDE)
+    picture = Image.fromarray(pixels).resize((side, side))
     seen = names_of_the_card(out)["preprocess"](
         picture if library == "torchvision" or in_channels == 3 else picture.convert("L")
     )
-    edge = (decoded_side(SIDE) - SIDE) // 2
+    edge = (side - SIDE) // 2
     squares = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, edge : edge + SIDE, edge : edge + SIDE]
     config = load_encoder(run / "encoder.safetensors")[1]
     expected = normalise(squares, config.pixels)[0, : len(seen)]

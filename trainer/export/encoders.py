@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer.data.config import DataConfig
+from trainer.data.config import DECODED, DataConfig
 from trainer.data.decode import decoded_side
 from trainer.export import LIBRARIES
 from trainer.export.model_card import SMALL_IN_TIMM, LibraryEncoder, Origin, model_card
@@ -76,6 +76,8 @@ def export_encoder(
     summary = {} if checkpoint else read_summary(run)
     encoder, config = read_encoder(run, checkpoint)
     converted = convert(encoder, config, library)
+    # images that are not decoded for each use are evaluated whole
+    resized = decoded_side(config.image_size) if settings.get("dataset") in DECODED else config.image_size
     require_empty(output)
     output.mkdir(parents=True, exist_ok=True)
     unnamed = output / "encoder.unnamed"
@@ -103,6 +105,7 @@ def export_encoder(
         converted,
         origin,
         image_size=config.image_size,
+        resized=resized,
         is_grey=config.in_channels == 1,
         file=weights.name,
         digest=digest,
@@ -111,7 +114,7 @@ def export_encoder(
     atomic_write(card, lambda path: path.write_text(text))
     files = [weights, checksum, card]
     if library == "timm":
-        fields = json.dumps(_timm_config(converted, config), indent=2) + "\n"
+        fields = json.dumps(_timm_config(converted, config, resized), indent=2) + "\n"
         atomic_write(output / "config.json", lambda path: path.write_text(fields))
         files.append(output / "config.json")
     if converted.name == SMALL_IN_TIMM:
@@ -199,8 +202,9 @@ def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channe
     return counterpart
 
 
-def _timm_config(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, Any]:
-    """timm's description of a model; its scripts prepare images by pretrained_cfg."""
+def _timm_config(converted: LibraryEncoder, config: EncoderConfig, resized: int) -> dict[str, Any]:
+    """timm's description of a model; its scripts prepare images, whose shorter side becomes `resized` pixels, by
+    pretrained_cfg."""
     is_small = converted.name == SMALL_IN_TIMM
     without = replace(config, options=())  # those of torchvision are not timm's
     options = (
@@ -214,7 +218,7 @@ def _timm_config(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, 
         "model_args": options,
         "pretrained_cfg": {
             "input_size": [converted.in_channels, config.image_size, config.image_size],
-            "crop_pct": config.image_size / decoded_side(config.image_size),
+            "crop_pct": config.image_size / resized,
             "interpolation": "bilinear",
             "mean": list(converted.pixels.mean),
             "std": list(converted.pixels.std),

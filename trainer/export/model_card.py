@@ -12,7 +12,6 @@ from torch import Tensor
 
 from trainer.config import RESUMABLE
 from trainer.data.config import SourceOptions
-from trainer.data.decode import decoded_side
 from trainer.data.pixels import PixelScale
 from trainer.encoder_config import OF_SMALL
 from trainer.run.directory import flat, number
@@ -83,9 +82,10 @@ class Origin:
 
 
 def model_card(
-    encoder: LibraryEncoder, origin: Origin, *, image_size: int, is_grey: bool, file: str, digest: str
+    encoder: LibraryEncoder, origin: Origin, *, image_size: int, resized: int, is_grey: bool, file: str, digest: str
 ) -> str:
-    """Renders the card of the encoder in `file` with the SHA-256 `digest`, trained on images of `image_size` pixels."""
+    """Renders the card of the encoder in `file` with the SHA-256 `digest`, trained on images of `image_size` pixels and
+    evaluated on the centres of images whose shorter side has `resized` pixels."""
     settings = flat({name: value for name, value in origin.settings.items() if name not in RESUMABLE})
     unused = {f"encoder.{name}" for name in OF_SMALL if settings.get("encoder.name") != "small"}
     return _TEMPLATES.get_template("model_card.md.jinja").render(
@@ -93,7 +93,7 @@ def model_card(
         origin=origin,
         small=SMALL_IN_TIMM,
         image_size=image_size,
-        resized=decoded_side(image_size),
+        resized=resized,
         is_grey=is_grey,
         file=file,
         digest=digest,
