@@ -153,9 +153,13 @@ def decode(content: bytes, crops: Sequence[Crop], rendering: Rendering = DEFAULT
     with _foreign():
         if image.draft(None, (image.width // reduction, image.height // reduction)) is None:
             reduction = 1  # not a JPEG
+        turn = image.getexif().get(ExifTags.Base.Orientation)
         _turn_upright(image)
         pixels = _rgb(image, rendering)
-        return [_cut(pixels, box, crop.side, reduction) for crop, box in zip(crops, boxes, strict=True)]
+        # a reduced JPEG has a part of a pixel at its right and bottom, which turning may bring to the left and top
+        x = (pixels.width - size[0] / reduction) * (turn in (2, 3, 6, 7))
+        y = (pixels.height - size[1] / reduction) * (turn in (3, 4, 7, 8))
+        return [_cut(pixels, box, crop.side, reduction, x, y) for crop, box in zip(crops, boxes, strict=True)]
 
 
 @functools.cache
@@ -250,9 +254,11 @@ def _turn_upright(image: Image.Image) -> None:
     ImageOps.exif_transpose(image, in_place=True)
 
 
-def _cut(image: Image.Image, box: Box, side: int, reduction: int) -> NDArray[np.uint8]:
+def _cut(image: Image.Image, box: Box, side: int, reduction: int, x: float, y: float) -> NDArray[np.uint8]:
+    """A box of an image that is reduced, and begins at x and y."""
     left, top, right, bottom = (edge / reduction for edge in box[:4])
-    square = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box=(left, top, right, bottom)))
+    edges = (left + x, top + y, right + x, bottom + y)
+    square = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box=edges))
     return (square[:, ::-1] if box.flipped else square).transpose(2, 0, 1)
 
 

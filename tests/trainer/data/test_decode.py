@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageDraw
+from PIL import ExifTags, Image, ImageDraw, ImageOps
 
 from tests.helpers.image_tree import BROKEN, ORIENTATION, deep_png, encoded, odd_tree, piece
 from trainer.data import decode as decoding
@@ -99,6 +99,19 @@ def test_a_box_is_one_of_the_upright_image_at_any_scale(orientation: int, turned
         assert large.shape == (3, 240, 240)
         assert (file_format == "JPEG") == (not np.array_equal(small, also_small))
     assert set(sizes) == {upright.size}
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_jpeg_is_in_place_where_its_last_pixels_are_cut_off(orientation: int) -> None:
+    """Decoded at an eighth, 161 x 121 pixels are 21 x 16, the last of which stand for one pixel each."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    ramps = np.stack(np.broadcast_arrays(np.arange(161), np.arange(121)[:, None], 0), axis=2).astype(np.uint8)
+    content = encoded(Image.fromarray(ramps), exif=exif, quality=100)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    found = square(content, 15)
+    whole = np.asarray(upright.resize((15, 15), Image.Resampling.BILINEAR, box=centre(*upright.size)[:4]))
+    assert np.abs(found.transpose(1, 2, 0) - whole.astype(float)).mean() < 1
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
