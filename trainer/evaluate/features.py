@@ -166,15 +166,18 @@ def untrained_encoder(config: EncoderConfig, dataset: Dataset, seed: int) -> nn.
 def calibrate_batch_norm(
     encoder: nn.Module, images: TrainImages, side: int | None = None, pixels: PixelScale = MINUS_ONE_TO_ONE
 ) -> nn.Module:
-    """Returns a copy of `encoder` whose BatchNorm statistics are the averages over the first 5,000 images, or over
-    their centres with sides of `side`.
+    """Returns a copy of `encoder` whose BatchNorm statistics are the averages over 5,000 images, or over their centres
+    with sides of `side`.
 
-    Images are uint8 [N, C, H, W]. This makes the comparison with an untrained encoder fair: its initial statistics
-    (mean 0, variance 1) describe no data.
+    Images are uint8 [N, C, H, W], and may be sorted by class: those of a batch lie anywhere among them. This makes the
+    comparison with an untrained encoder fair: its initial statistics (mean 0, variance 1) describe no data.
     """
     encoder, device = copy.deepcopy(encoder), next(encoder.parameters()).device
-    ids = torch.arange(min(_CALIBRATED, len(images)))
-    size = math.ceil(len(ids) / math.ceil(len(ids) / _BATCH_SIZE))  # all batches count the same, and one image fails
+    number = min(_CALIBRATED, len(images))
+    num_batches = math.ceil(number / _BATCH_SIZE)
+    spread = torch.arange(number) * len(images) // number
+    ids = torch.cat([spread[batch::num_batches] for batch in range(num_batches)])
+    size = math.ceil(number / num_batches)  # all batches count the same, and one image fails
     batches = (normalise(batch.to(device), pixels) for batch in centres(images, side, ids, size))
     update_bn((batch.contiguous(memory_format=torch.channels_last) for batch in batches), encoder)
     return encoder.eval()

@@ -217,11 +217,15 @@ def test_calibrated_statistics_are_those_of_the_images(dataset: Dataset, side: i
     assert all(torch.allclose(a, b) for a, b in zip(again.buffers(), encoder.buffers(), strict=True))
 
 
-def test_calibration_counts_the_last_images_like_all_others() -> None:
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_calibration_counts_all_images_alike(is_sorted: bool) -> None:
     """BatchNorm fails at a single image whose map is one pixel, and averages the statistics of batches of any size."""
     encoder = nn.Sequential(nn.AvgPool2d(28), nn.BatchNorm2d(1))
-    images = random_images(501)[0]
-    images[-1] = 255
+    if is_sorted:
+        images = (torch.arange(6_000) // 600 * 28).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 28, 28)
+    else:
+        images = random_images(501)[0]
+        images[-1] = 255
     norm = calibrate_batch_norm(encoder, images).get_submodule("1")
     means = images.float().mean(dim=(2, 3)) / 127.5 - 1
     torch.testing.assert_close(norm.running_mean, means.mean(dim=0), rtol=0, atol=1e-4)
