@@ -23,8 +23,8 @@ class Observer:
     steps: range
 
     def begin(self) -> None:
-        """Evaluates the encoder of a new run before its first step."""
-        if self.knn is not None and self.steps.start == 0:
+        """Evaluates the encoder that the run began with, unless a record has that."""
+        if self.knn is not None and self.steps.start < min(self.config.report.log_every, self.steps.stop):
             with self.recorder.paused("kNN evaluation"):
                 self.knn.observe_beginning()
 

@@ -95,7 +95,7 @@ def _train(
     """Trains a method, from its newest checkpoint if there is one; returns its model and a summary."""
     with ExitStack() as stack:
         training = _build(name, config, dataset, claim, stack)
-        if training.knn is not None and training.steps.start == 0:
+        if training.knn is not None and training.steps.start < min(config.report.log_every, training.steps.stop):
             with training.recorder.paused("kNN evaluation"):
                 training.knn.observe_beginning()
         for step in training.steps:

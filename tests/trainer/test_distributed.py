@@ -96,9 +96,9 @@ def knn(ranks: Ranks) -> dict[str, Tensor]:
     found = probe.observe(due=True)
     assert all(map(torch.equal, own, encoder.buffers())), "its own statistics are back"
     assert bool(found) == ranks.is_first
-    features = {"features": probe._features()}
+    features = {"features": probe._features(encoder)}
     probe._images = probe._images[:1]  # one of two ranks has none
-    features["of one image"] = probe._features()
+    features["of one image"] = probe._features(encoder)
     return features | {name: torch.tensor(value) for name, value in found.items()}
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.data import Dataset
 from trainer.distributed import with_first_ranks_buffers
 from trainer.evaluate.features import encode
 from trainer.evaluate.knn import leave_one_out_knn_top1
-from trainer.model import PICModel
+from trainer.model import PICModel, build_model
 from weightserver.torch import Ranks
 
 NUM_IMAGES = 10_000
@@ -32,29 +32,32 @@ class KnnProbe:
         self._model = model
         self._dataset = dataset
         self._ranks = ranks
+        self._seed = seed
         self._initial: dict[str, float] = {}
         self._images = balanced_sample(dataset.train_labels, NUM_IMAGES, seed)
         self._labels = dataset.train_labels[self._images]
 
     def observe_beginning(self) -> None:
-        """Evaluates the encoder before the run's first step; the next `observe` returns it too."""
-        self._initial = {f"initial_{name}": top1 for name, top1 in self._evaluated().items()}
+        """Evaluates the encoder as it was before the run's first step; the next `observe` returns it too."""
+        encoder = build_model(self._model.config, seed=self._seed).encoder
+        encoder.to(self._ranks.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._initial = {f"initial_{name}": top1 for name, top1 in self._evaluated(encoder).items()}
 
     def observe(self, *, due: bool) -> dict[str, float]:
         """Evaluates the encoder if that is due: knn_top1 in percent, and initial_knn_top1 at the run's first record, on
         rank 0 only."""
         found, self._initial = self._initial, {}
-        return found | self._evaluated() if due else found
+        return found | self._evaluated(self._model.encoder) if due else found
 
-    def _evaluated(self) -> dict[str, float]:
-        features = self._features()
+    def _evaluated(self, encoder: nn.Module) -> dict[str, float]:
+        features = self._features(encoder)
         top1 = leave_one_out_knn_top1(features, self._labels) if self._ranks.is_first else 0.0
         self._ranks.barrier()  # so that no rank waits for rank 0 in its next step
         return {"knn_top1": top1} if self._ranks.is_first else {}
 
-    def _features(self) -> Tensor:
+    def _features(self, encoder: nn.Module) -> Tensor:
         """Features float32 [n, d] of the sample by rank 0's encoder, on the CPU; each rank computes a share of them."""
-        encoder, data = self._model.encoder, self._dataset
+        data = self._dataset
         features = torch.zeros(len(self._images), self._model.feature_dim)
         mine = self._ranks.share(len(self._images))
         ids, pixels = self._images[mine], self._model.config.pixels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import trainer.evaluate.knn_probe
 from tests.helpers.bars import write_bars
-from tests.helpers.small_run import small_run
+from tests.helpers.small_run import PowerLoss, power_loss_at, small_run
 from trainer.build import model_of
 from trainer.data import load_dataset
 from trainer.data.pixels import MINUS_ONE_TO_ONE
@@ -34,10 +35,13 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bars(tmp_path_factory.mktemp("idx"), num_train=300)
 
 
-def run_with_knn(data_dir: Path, output: Path, **changes: Any) -> list[dict[str, Any]]:
+def run_with_knn(
+    data_dir: Path, output: Path, on_step: Callable[[int], None] = lambda step: None, **changes: Any
+) -> list[dict[str, Any]]:
     """The records of a run that would evaluate at every step."""
     settings: dict[str, Any] = {"dataset": "idx", "num_images": None, "data_dir": data_dir, "encoder": SMALL}
-    train(small_run(output, rows="dense", steps=8, **settings | {"knn_every": 0.01} | changes))
+    settings |= {"rows": "dense", "steps": 8, "knn_every": 0.01} | changes
+    train(small_run(output, **settings), on_step=on_step)
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -98,6 +102,18 @@ def test_the_first_record_says_what_the_untrained_encoder_reaches(data_dir: Path
     untrained = model_of(run_settings(tmp_path / "run"), Ranks())
     probe = KnnProbe(untrained, load_dataset("idx", data_dir), Ranks(), seed=0)
     assert records[0]["initial_knn_top1"] == probe.observe(due=True)["knn_top1"]
+
+
+def test_a_run_that_is_killed_before_its_first_record_has_that_too(data_dir: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    changes: dict[str, Any] = {"rows": "resident", "log_every": 4, "checkpoint_every": 2}
+    expected = run_with_knn(data_dir, whole, **changes)
+    with pytest.raises(PowerLoss):
+        run_with_knn(data_dir, killed, power_loss_at(3), **changes)
+    records = run_with_knn(data_dir, killed, **changes, resume=True)
+    assert "initial_knn_top1" in expected[0]
+    for name in ("initial_knn_top1", "knn_top1", "loss"):
+        assert [record.get(name) for record in records] == [record.get(name) for record in expected], name
 
 
 @pytest.mark.guard  # seconds
