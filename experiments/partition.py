@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -26,6 +27,9 @@ from trainer.model import load_encoder
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_write
 from weightserver.core.arrays import Float32Array, Int64Array
+
+_BLOCK = 8_000
+"""Images whose features are in single precision at once."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,7 +69,12 @@ def write_partitions(
                 f"--classes {number} must lie in {fewest}..{len(labels)}, from the number of labelled classes to that "
                 "of the images"
             )
-    features = F.normalize(encode(encoder, images.train_images, images.evaluated_side, pixels)).half().numpy()
+    features = np.empty((len(labels), 0), np.float16)
+    for ids in torch.arange(len(labels)).split(_BLOCK):
+        found = F.normalize(encode(encoder, images.train_images, images.evaluated_side, pixels, ids=ids))
+        if not features.size:
+            features = np.empty((len(labels), found.shape[1]), np.float16)
+        features[ids.numpy()] = found.numpy()
     sizes = dict[str, list[int]]()
     for number in classes:
         assigned = partitioned(features, labels, number, seed)
