@@ -118,7 +118,7 @@ def training() -> Iterator[Row]:
     dense, ours = head["ImageNet-1K"], head["a step of K resident rows"]["512 images, K = 65536"]
     yield Row(
         "the head's step for 512 images with K = 65,536 rows of any N",
-        f"{ms(ours['times']['step'])}, {gib(ours['peak_bytes'])} of tensors",
+        f"{ms(ours['times']['step'])}, {gib(head['any']['tensor_bytes'])} of tensors",
         f"the three products alone: {ms(ours['times']['floor'])}; all of ImageNet-1K's {dense['rows']:,} rows: "
         f"{rounded(_median(dense['step']))} s, {gib(dense['tensor_bytes'])}",
     )

@@ -31,7 +31,8 @@ import trainer.embed
 import trainer.export.__main__
 import trainer.report.__main__
 import weightserver.cli
-from benchmarks.figures import FILE, TABLES, updated
+from benchmarks.figures import FILE, TABLES, gib, updated
+from benchmarks.head import NUM_ACTIVE, SIZES, tensor_bytes
 from benchmarks.readme_figure import FILE as FIGURE
 from benchmarks.readme_figure import draw, panels
 from docs.install_commands import FILES as FILES_WITH_COMMANDS
@@ -171,6 +172,12 @@ def test_the_tables_of_figures_show_the_recorded_results() -> None:
     text = FILE.read_text()
     assert updated(text) == text, "python -m benchmarks.figures"
     assert re.findall("<!-- figures: (.*) -->", text) == list(TABLES), "each once"
+
+
+def test_the_figures_of_the_heads_memory_count_the_same_tensors() -> None:
+    (row,) = (row for row in TABLES["training"]() if row.what.startswith("the head's step"))
+    assert f", {gib(tensor_bytes(NUM_ACTIVE))} of tensors" in row.measured
+    assert row.compared.endswith(f", {gib(tensor_bytes(SIZES['ImageNet-1K']))}")
 
 
 @pytest.mark.parametrize("document", ["design", "guarantees"])
