@@ -49,7 +49,7 @@ def check_defaults(folder: Path) -> None:
         if usual(option, now) != usual(option, value):
             raise ValueError(
                 f"{folder} was made with the default {name} {value}, which is {now} now: give another folder, or "
-                "remove its runs or results"
+                f"remove its runs or results and {DEFAULTS_FILE}"
             )
     if today.keys() - made.keys():
         folder.mkdir(parents=True, exist_ok=True)

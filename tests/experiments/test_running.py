@@ -239,6 +239,7 @@ def test_runs_with_other_defaults_are_refused(tmp_path: Path, capsys: pytest.Cap
             assert main(arguments) == 1
             error = capsys.readouterr().err
             assert f"{directory} was made with the default {setting} {2 * made[setting]}" in error
+            assert error.endswith(f"remove its runs or results and {file.name}\n"), "which alone would refuse them"
             assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["runs"], "no page"
 
