@@ -79,7 +79,8 @@ def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals
         _log.info("the run had ended before", extra={"steps": summary["steps"]})
         return TrainResult(config, dataset, model, summary)
     started = time.perf_counter()
-    save_encoder(model.encoder, config.model.encoder, output / ENCODER_FILE, config.data.metadata())
+    metadata = config.data.metadata(knows_labels=config.sampling.labels is not None)
+    save_encoder(model.encoder, config.model.encoder, output / ENCODER_FILE, metadata)
     results: dict[str, ProbeResult] = {}
     if config.report.evaluate:
         with _results_can_wait(config):

@@ -248,6 +248,8 @@ def test_the_files_have_a_hash_and_a_card(tmp_path: Path) -> None:
     assert export(run, "--format", "timm", "--output", tmp_path / "labelled") == 0
     card = (tmp_path / "labelled/README.md").read_text()
     assert "with their labels" in card
+    subjects = [load_subject(SubjectOptions(encoder=tmp_path / name)) for name in ("out", "labelled")]
+    assert [subject.knows_labels for subject in subjects] == [False, True]
     assert not re.search("without using|self-supervised|instance classification$|its own class", card, re.MULTILINE)
 
 

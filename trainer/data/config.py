@@ -43,6 +43,8 @@ _USUAL = {
 }
 """Values of options that are not said."""
 _OF_PIXELS = ("pixel_range", "alpha", "max_megapixels", "background")
+KNOWS_LABELS = "knows_labels"
+"""In the metadata of weights that were trained on labels."""
 
 
 def split_of(name: str) -> str:
@@ -200,9 +202,10 @@ class DataConfig(SourceOptions):
             raise ValueError(f"how its images became colours cannot be read ({error}): export it again") from None
         return settings_of(cls, found)
 
-    def metadata(self) -> dict[str, str]:
-        """How pixels become colours, for the metadata of a file of weights."""
-        return {name: json.dumps(getattr(self, name)) for name in _OF_PIXELS}
+    def metadata(self, *, knows_labels: bool) -> dict[str, str]:
+        """How pixels become colours, and whether labels were trained on, for the metadata of a file of weights."""
+        found = {name: json.dumps(getattr(self, name)) for name in _OF_PIXELS}
+        return found | ({KNOWS_LABELS: "true"} if knows_labels else {})
 
     def check(self) -> None:
         super().check()

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.data import DECODED, SYNTHETIC
-from trainer.data.config import FOLDER, DataConfig, SourceOptions, usual
+from trainer.data.config import FOLDER, KNOWS_LABELS, DataConfig, SourceOptions, usual
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pixels import PixelScale
 from trainer.evaluate.features import RAW, RawPixels
@@ -187,6 +187,7 @@ def _of_file(path: Path) -> Subject:
         config=config,
         directory=path if path.is_dir() else _directory_for(file),
         images=DataConfig.of_metadata(metadata),
+        knows_labels=KNOWS_LABELS in metadata,
     )
 
 

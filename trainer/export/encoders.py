@@ -85,7 +85,8 @@ def export_encoder(
         atomic_write(unnamed, lambda path: _write_onnx(encoder, config, path))
     else:
         tensors = separate(converted.tensors)
-        metadata = encoder_metadata(config) | settings_of(DataConfig, settings).metadata()
+        of_images = settings_of(DataConfig, settings).metadata(knows_labels=settings.get("labels") is not None)
+        metadata = encoder_metadata(config) | of_images
         atomic_write(unnamed, lambda path: save_file(tensors, path, metadata=metadata))
     digest = sha256(unnamed)
     weights = unnamed.rename(

@@ -155,6 +155,11 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
     assert (images["train_images"], images["test_images"], images["held_out"]) == (108, 12, True)
     (run_dir / "config.json").write_text(json.dumps(settings | {"labels": "classes"}))
     assert evaluate(["knn", "--k", "1", "--run", str(run_dir)]) == 2, "the run learned the labels of all"
+    own_images, file = ["--dataset", "folder", "--data-dir", str(tree)], tmp_path / "encoder.safetensors"
+    for knows_labels in (False, True):
+        metadata = DataConfig().metadata(knows_labels=knows_labels)
+        save_encoder(build_model(COLOUR, seed=0).encoder, COLOUR, file, metadata)
+        assert evaluate(["knn", "--k", "1", "--encoder", str(file), *own_images]) == 2 * knows_labels
 
 
 def test_links_say_whose_labels_are_used(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.helpers.image_tree import plain_tree
-from tests.helpers.small_run import EVERY, NUM_STEPS, small_run
+from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, small_run
 from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
 from trainer.evaluate import subjects
@@ -128,9 +129,17 @@ def test_images_of_a_runs_pack_are_read_as_the_pack_and_the_run_say(tmp_path: Pa
 
 
 def test_an_encoder_that_saw_white_sees_no_other_packs_background(tmp_path: Path) -> None:
-    found = Subject(name="a", encoder=None, config=None, images=DataConfig.of_metadata(DataConfig().metadata()))
+    images = DataConfig.of_metadata(DataConfig().metadata(knows_labels=False))
+    found = Subject(name="a", encoder=None, config=None, images=images)
     reading = found.reading_of(tmp_path).of_pack(tmp_path, SourceOptions(background="black"))
     assert reading.rendering() == SourceOptions(background="white").rendering()
+
+
+def test_the_file_of_a_run_says_whether_it_trained_on_labels(trained: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "labels.npy", np.arange(NUM_IMAGES) % 80)
+    train(small_run(tmp_path / "run", steps=2, rows="dense", labels=str(tmp_path / "labels.npy")))
+    files = [run / "encoder.safetensors" for run in (trained, tmp_path / "run")]
+    assert [load_subject(SubjectOptions(encoder=file)).knows_labels for file in files] == [False, True]
 
 
 def test_an_encoder_file(tmp_path: Path) -> None:
