@@ -238,7 +238,8 @@ def _of_appendix(tables: Sequence[Table], runs: Runs) -> Iterator[str]:
     number, opposite = sum(map(len, shown.values())), sum(each.shows and each.mean < 0 for *_, each in found)
     counted = (
         "The tables on grey images of 28 pixels, of which all but the last were run before the plan, are further from "
-        f"the paper's proportions. They have [a page of their own]({APPENDIX}). Of {len(found)} effects "
+        f"the paper's proportions. They have [a page of their own]({APPENDIX}). Their p-values are too small, as seeds "
+        f"were added where an effect was unclear and λ was chosen by the test images. Of {len(found)} effects "
         f"{len(found) - number - opposite} do not show, and {opposite} are reversed. {number} show:"
     )
     lines = "".join(f"- {title}: {'; '.join(texts)}\n" for title, texts in shown.items())
