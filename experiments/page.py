@@ -192,10 +192,11 @@ def _derivation() -> str:
     momentum = (
         "Momentum carries a row on after a visit, for as long as it is active: in epoch order for K/B steps, in which "
         f"it moves by 1 − m^(K/B) of the way. With the paper's K/B of {all_classes:.0f} that is {100 * all_kept:.0f} "
-        f"%, with the {few_classes:.2g} on CIFAR-10 {100 * few_kept:.0f} %, and without correction the rest is lost. "
-        "W/B says how soon a window visits a row again: after momentum has run out with the paper's "
-        f"{papers['window_of_batch']:.0f} steps, mostly before that with our {others[0]['window_of_batch']:.2g}, so "
-        "that turns of visits add up. Visits in a window are not evenly apart; the first turn is that of epoch order."
+        f"%, with the {few_classes:.2g} on CIFAR-10 {100 * few_kept:.0f} %; without correction the rest waits, and "
+        "moves it at its next visits. W/B says how soon a window visits a row again: after momentum has run out with "
+        f"the paper's {papers['window_of_batch']:.0f} steps, mostly before that with our "
+        f"{others[0]['window_of_batch']:.2g}, so that turns of visits add up. Visits in a window are not evenly apart; "
+        "the first turn is that of epoch order."
     )
     config, _ = ours[0]
     factor = config.rows.row_learning_rate

@@ -133,8 +133,8 @@ NEGATIVES = Table(
     "0.051 N (epoch order), and the loss at K = N does not return to chance. By chance losses are ln K, with K = "
     "N 6.91. Seen: the first and the last; that it is worth more at K = 0.4 N does not show. So rows that turn "
     "as the paper's at first do not collapse at any K here, and BatchNorm's gain is no evidence for the reason "
-    "why others did. A row without correction lacks the decay of its idle steps; with K/B = 3.2 it also loses "
-    "most of its momentum when it leaves the active ones, with the paper's 128 none. With correction rows are "
+    "why others did. A row without correction lacks the decay of its idle steps; with K/B = 3.2 most of its "
+    "momentum also waits for its next visits, with the paper's 128 none. With correction rows are "
     "those of dense SGD, to rounding: where accuracy is lower with it, dense SGD is the worse training at these "
     "settings. The learning rates were chosen with correction, in epoch order; the reason was not tested.",
     cells=(

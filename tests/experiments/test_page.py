@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from experiments import million
@@ -32,6 +33,7 @@ from experiments.tables import TABLES
 from experiments.tables.cifar import BEYOND, METHODS, NEGATIVES
 from experiments.tables.fashion import BEYOND as BEYOND_ON_FASHION_MNIST
 from experiments.tables.fashion import COMPONENTS
+from weightserver.core.correction import Schedule, apply_push
 
 RUNS = load(RESULTS)
 
@@ -58,6 +60,19 @@ def test_the_readme_has_the_accuracy_of_the_million() -> None:
 def test_the_page_says_what_the_million_reaches_without_a_font_that_training_nearly_has(tmp_path: Path) -> None:
     text = " ".join(million.section(RESULTS / million.RESULTS.name, tmp_path / "million.svg", "")).replace("\n", " ")
     assert "if all of its images were told, 53.6 % of the others were, which is the least possible" in text
+
+
+def test_without_correction_momentum_waits_for_the_next_visits_as_the_page_says() -> None:
+    schedule = Schedule(momentum=0.9, weight_decay=0.0, learning_rates=np.full(500, 0.1))
+    weight, momentum, last_step = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32), np.zeros(1, np.int64)
+    moved, rows = list[float](), np.arange(1)
+    for visit, active in itertools.product(range(8), range(3)):
+        gradient = np.full((1, 1), visit + active == 0, np.float32)
+        apply_push(schedule, False, 62 * visit + active, last_step, weight, momentum, gradient, rows=rows)
+        moved.append(-float(weight[0, 0]))  # of 1 in all
+    assert [round(moved[3 * visit - 1], 2) for visit in (1, 3, 8)] == [0.27, 0.61, 0.92], "PLAN.md has these"
+    text = " ".join(text_of(list(TABLES.values()), RUNS).split())
+    assert "without correction the rest waits, and moves it at its next visits" in text
 
 
 def test_each_table_of_the_plan_with_results_has_a_plot_of_its_numbers() -> None:
