@@ -4,8 +4,9 @@
     python -m trainer images --data-dir pictures
 
 The label is the icon's context: actions, apps, devices, … Each icon is taken once from each theme, in its largest form
-of at most 256 pixels. A fifth of the icons' names are test images, so that no drawing is on both sides. Every second
-image is stored in another format or colour model than its PNG, and two training images are cut off.
+of at most 256 pixels. A fifth of the icons' names are test images; one in twenty of these is drawn as a training image
+of another name. Every second image is stored in another format or colour model than its PNG, and two training images
+are cut off.
 """
 
 from __future__ import annotations
