@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from weightserver.common.atomic_files import atomic_write
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,10 @@ def machine() -> dict[str, Any]:
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
     )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit, git = "", shutil.which("git")
+    if git is not None:
+        head = [git, "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "processor": processor,
         "cores": os.cpu_count(),
@@ -112,7 +118,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "date": date.today().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": commit,
     }
 
 
@@ -128,7 +134,8 @@ def save_results(directory: Path, name: str, command: str, results: dict[str, An
     directory.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {"command": command, "machine": machine(), "results": results}
     text = json.dumps(document, default=asdict)
-    (directory / f"{name}.json").write_text(json.dumps(json.loads(text), indent=2) + "\n")
-    facts = ", ".join(f"{key} {value}" for key, value in machine().items())
-    (directory / f"{name}.md").write_text(f"# {name}\n\n`{command}`\n\nMachine: {facts}\n\n{table}\n")
+    facts = ", ".join(f"{key} {value}" for key, value in document["machine"].items())
+    page = f"# {name}\n\n`{command}`\n\nMachine: {facts}\n\n{table}\n"
+    for ending, content in (("json", json.dumps(json.loads(text), indent=2) + "\n"), ("md", page)):
+        atomic_write(directory / f"{name}.{ending}", lambda path, content=content: path.write_text(content))
     return text

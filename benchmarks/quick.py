@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.measure import machine, seconds_in_turn
 from benchmarks.rows import FLOOR, cases
+from weightserver.common.atomic_files import atomic_write
 
 BETWEEN_RUNS = 1.10
 """By which factor two runs of the same code are taken to differ at most, beyond their intervals, in 99 of 100 pairs: a
@@ -123,7 +124,8 @@ def main() -> None:
             "ratios": {name: vars(ratio) for name, ratio in ratios.items()},
         }
         arguments.output.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(records, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(records, indent=2, sort_keys=True) + "\n"
+        atomic_write(file, lambda path: path.write_text(text))
 
 
 if __name__ == "__main__":

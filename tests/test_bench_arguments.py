@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import large_shard
+from benchmarks.measure import save_results
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,6 +57,22 @@ def test_what_is_no_checkout_is_refused(
         importlib.import_module("benchmarks.trees").main()
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_earlier_results_which_need_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    save_results(tmp_path, "some", "command", {"first": 1}, "table")
+    files = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert json.loads(files["some.json"])["machine"]["commit"] == ""
+    monkeypatch.setattr(Path, "write_text", fails_after_a_part)
+    with pytest.raises(OSError, match="No space left"):
+        save_results(tmp_path, "some", "command", {"second": 2}, "table")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+def fails_after_a_part(path: Path, text: str) -> int:
+    path.write_bytes(text[:9].encode())
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_fill_continues_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
