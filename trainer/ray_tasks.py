@@ -41,8 +41,9 @@ def on_ray(
     """
     ray = _ray()
     try:
-        address = ray._private.services.get_ray_address_from_environment(address, None)
-        if address and re.fullmatch(r"[^/:]+:\d+", address):
+        if address in (None, "auto"):  # Ray's function takes RAY_ADDRESS also where an address is given
+            address = ray._private.services.get_ray_address_from_environment(address, None)
+        if address and re.fullmatch(r"([^/:]+|\[[^/]+\]):\d+", address):
             _connect(address)  # Ray itself tries for minutes, also where a cluster was that is gone
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     except (OSError, ValueError) as error:
@@ -79,7 +80,7 @@ def on_ray(
 
 def _connect(address: str) -> None:
     host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
 
 
 def _ray() -> Any:

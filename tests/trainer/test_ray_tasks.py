@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import signal
 import socket
@@ -27,6 +29,7 @@ from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.data.parts import WHOLE
 from trainer.data.planning import planned_pack
+from trainer.ray_tasks import on_ray
 from weightserver.common.atomic_files import sha256
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'pic-weightserver[ray]'")
@@ -268,3 +271,14 @@ def test_where_there_is_no_cluster(address: list[str], folder: Path, tmp_path: P
     (line,) = done.stderr.splitlines()
     assert line.startswith("pic pack: no Ray cluster answers at 127.0.0.1:")
     assert "start one by 'ray start --head', or omit --address" in line
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_an_address_that_is_given_counts(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than RAY_ADDRESS; of IPv6 too."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as closed:
+        closed.bind((host.strip("[]"), 0))
+        place = f"{host}:{closed.getsockname()[1]}"
+        with pytest.raises(ValueError, match=re.escape(f"at {place} ([Errno {errno.ECONNREFUSED}]")):
+            on_ray(print, 1, lambda: None, address=place)
