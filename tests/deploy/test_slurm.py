@@ -93,6 +93,16 @@ def test_the_trainer_starts_again_only_after_a_checkpoint(status: int, tmp_path:
         assert config.servers.addresses == parse_addresses("ws{0..3}:50051")
 
 
+def test_the_first_of_very_many_nodes_is_found(tmp_path: Path) -> None:
+    """The script ends if `scontrol` cannot write all of their names."""
+    script = (SLURM / "trainer.sbatch").read_text().partition("\nexport ")[0]
+    many = "scontrol() { seq --format node-%06g 20000; }\n" + script + '\necho "$first"'
+    given = {"OUTPUT": "runs/a", "SERVERS": "ws:50051", "SLURM_JOB_NODELIST": "", "HOME": "/"}
+    environment = given | {"PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-c", many], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "node-000001\n")
+
+
 def test_each_job_of_an_array_is_a_part(tmp_path: Path) -> None:
     """Also one that is submitted again alone."""
     programs = RecordedPrograms(tmp_path, "pic")
