@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.small_run import NUM_IMAGES, small_run
 from tests.helpers.watching import metric
 from trainer.run.prometheus import TrainerMetrics
-from weightserver.torch import RowCounters
+from trainer.run.recorder import Recorder
+from weightserver.torch import Ranks, RowCounters
 
 RECORD = {"step": 9, "loss": 4.5, "learning_rate": 0.03, "active_rows": 64}
 MONITORS = {
@@ -71,6 +76,20 @@ def test_records_of_the_training_loop(metrics: TrainerMetrics, read: Read) -> No
     assert read("last_checkpoint_timestamp_seconds") > began
     metrics.observe(RECORD)
     assert all(math.isnan(read(name)) for name in MONITORS), "overflowed: no older value stays"
+
+
+def test_each_rank_tells_the_active_rows_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where Prometheus scrapes some of the ranks, chance is the logarithm of all rows too."""
+    monkeypatch.setattr(Ranks, "sum_over_ranks", lambda _, values: [2 * value for value in values])
+    monkeypatch.setattr(Ranks, "max_over_ranks", lambda _, values: values)
+    with ExitStack() as stack:
+        recorder = Recorder(small_run(tmp_path, metrics_port=0), NUM_IMAGES, Ranks(rank=1, world_size=2), stack)
+        recorder.follow(RowCounters(), 0)
+        record = recorder.measure(4, loss=3.0, learning_rate=0.1, active_rows=32, monitored={})
+        (address,) = re.findall(r"http://(\S+)/metrics", capsys.readouterr().out)
+        assert metric(address, "pic_trainer_active_rows") == record["active_rows"] == 64
 
 
 def test_a_step_that_does_not_end_shows(metrics: TrainerMetrics, read: Read) -> None:

@@ -25,7 +25,7 @@ from weightserver.torch import RowCounters
 _GAUGES = {
     "loss": "Loss of the last logged step, in nats; chance, without a margin, is the logarithm of active_rows.",
     "learning_rate": "Learning rate of the last logged step.",
-    "active_rows": "Rows that are the classes of a step.",
+    "active_rows": "Rows that are the classes of a step, those of all ranks.",
     "instance_top1": "Percent of a batch's images whose own class has the highest logit of all active rows.",
     "rankme": "RankMe of the newest embeddings: their effective number of dimensions.",
     "feature_std": "Standard deviation of a dimension of L2-normalised embeddings; 0 if all are the same.",

@@ -186,9 +186,9 @@ class Recorder:
             "seconds": seconds,
         } | monitored
         own, rows = interval.largest(), interval.rows() | {"active_rows": active_rows}
-        self._metrics.observe(common | {"active_rows": active_rows})
         sums = ranks.sum_over_ranks([float(value) for value in rows.values()])
         total = dict(zip(rows, map(round, sums), strict=True))
+        self._metrics.observe(common | {"active_rows": total["active_rows"]})
         *longest, largest = ranks.max_over_ranks([*own.values(), float(active_rows)])
         self._next_step = step + 1
         self._interval = _Interval(self._counters, self._clock)
