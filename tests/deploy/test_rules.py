@@ -122,6 +122,25 @@ def test_one_restart_pages_nobody(scrape: int, every: float, tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@needs_promtool
+@pytest.mark.parametrize("calls", [2, 3])
+def test_three_calls_without_the_token_are_told_and_two_are_not(calls: int, tmp_path: Path) -> None:
+    """Where scrapes and rules have times of their own."""
+    name = 'weightserver_unauthenticated_calls_total{instance="shard-0:9101", reason="wrong"}'
+    number = [{"labels": "{}", "value": 1}] if calls == 3 else []
+    alert = 'count(ALERTS{alertname="TokensRefused", alertstate="firing"})'
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": f"0x12 1x4 2x5 {calls}x40"}],
+        "promql_expr_test": [{"expr": alert, "eval_time": "2314s", "exp_samples": number}],
+    }
+    (tmp_path / "rules.yml").write_text(slo.RULES.read_text())
+    cases = {"rule_files": ["rules.yml"], "evaluation_interval": "13s", "tests": [case]}
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump(cases))
+    done = promtool("test", "rules", tmp_path / "cases.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_rules_and_runbook_are_those_of_the_objectives() -> None:
     assert slo.RULES.read_text() == slo.rules(), "make dashboards"
     assert slo.RUNBOOK.read_text() == slo.runbook(slo.RUNBOOK.read_text()), "make dashboards"
