@@ -16,7 +16,7 @@ FASHION_MNIST = /usr/share/datasets/fashion-mnist
 # Trains on real images, with weight servers of its own, beside the same run without correction. Optional: EPOCHS, DATA_DIR
 # (Fashion-MNIST's files), OUTPUT, RESUME=1 (an interrupted demo: the one in OUTPUT, or the last one).
 demo: $(INSTALLED) $(if $(DATA_DIR),,fashion-mnist)
-	$(BIN)/python -m trainer.demo $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(DATA_DIR),--data-dir $(DATA_DIR)) $(if $(OUTPUT),--output $(OUTPUT)) $(if $(RESUME),--resume)
+	$(BIN)/python -m trainer.demo $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(DATA_DIR),--data-dir $(subst $() ,\ ,$(DATA_DIR))) $(if $(OUTPUT),--output $(subst $() ,\ ,$(OUTPUT))) $(if $(RESUME),--resume)
 
 # Installs everything that training needs into .venv, and nothing else.
 install: $(INSTALLED)

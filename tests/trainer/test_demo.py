@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +62,14 @@ def test_a_wrong_command_line_is_refused_in_one_line(tmp_path: Path, capsys: pyt
     assert ended.value.code == 1
     assert capsys.readouterr().err == "demo: --epochs must be positive and finite, got -1.0\n"
     assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_takes_names_with_blanks() -> None:
+    command = ["make", "-n", "-C", str(ROOT), "demo", "DATA_DIR=my images", "OUTPUT=my run"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    (run,) = (line for line in lines if "trainer.demo" in line)
+    assert shlex.split(run)[-4:] == ["--data-dir", "my images", "--output", "my run"]
 
 
 @pytest.mark.slow  # minutes
