@@ -9,7 +9,8 @@ import hashlib
 import os
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.error import URLError
 
@@ -22,6 +23,7 @@ from trainer.data.cifar import CLASSES as CIFAR_CLASSES
 from trainer.data.cifar import read_cifar
 from trainer.data.dataset import Dataset
 from trainer.torchvision_schemas import import_module
+from weightserver.common.atomic_files import LOCK, locked
 from weightserver.common.logs import Remark, say
 
 SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
@@ -51,20 +53,20 @@ def _load_idx(directory: Path | None) -> Dataset:
 def _load_fashion_mnist(directory: Path | None) -> Dataset:
     if directory is not None:
         return _read_directory(directory, verify=True)
+    if all(_find_idx(SYSTEM_DIRECTORY, name) for name in _FILES):
+        return _read_directory(SYSTEM_DIRECTORY, verify=True)
     downloaded = CACHE_DIRECTORY / "FashionMNIST" / "raw"
-    for place in (SYSTEM_DIRECTORY, downloaded):
-        if all(_find_idx(place, name) for name in _FILES):
-            return _read_directory(place, verify=True)
-    failures = [f"no copy in {SYSTEM_DIRECTORY}"]
     try:
-        _download("FashionMNIST", "Fashion-MNIST")
-        return _read_directory(downloaded, verify=True)
+        with _no_other_download():
+            if not all(_find_idx(downloaded, name) for name in _FILES):
+                _download("FashionMNIST", "Fashion-MNIST")
     except (OSError, RuntimeError, URLError) as error:
-        failures.append(f"download failed ({_one_line(error)})")
-    raise ValueError(
-        f"fashion-mnist not found: {'; '.join(failures)}. Install the Debian package {DEBIAN_PACKAGE}, or put the four "
-        ".gz files of github.com/zalandoresearch/fashion-mnist into a folder and give it as --data-dir"
-    )
+        raise ValueError(
+            f"fashion-mnist not found: no copy in {SYSTEM_DIRECTORY}; download failed ({_one_line(error)}). Install "
+            f"the Debian package {DEBIAN_PACKAGE}, or put the four .gz files of "
+            "github.com/zalandoresearch/fashion-mnist into a folder and give it as --data-dir"
+        ) from error
+    return _read_directory(downloaded, verify=True)
 
 
 def _read_directory(directory: Path, *, verify: bool) -> Dataset:
@@ -112,7 +114,8 @@ def _load_cifar(directory: Path | None) -> Dataset:
     if directory is not None:
         return _in_memory(*read_cifar(directory), CIFAR_CLASSES)
     try:
-        _download("CIFAR10", "CIFAR-10")
+        with _no_other_download():
+            _download("CIFAR10", "CIFAR-10")
     except (OSError, RuntimeError, URLError) as error:
         raise ValueError(
             f"cifar-10 not found: download failed ({_one_line(error)}). Put torchvision's cifar-10-batches-py or the "
@@ -138,6 +141,16 @@ def _in_memory(
 def _digests_of(images: Tensor) -> tuple[str]:
     some = images[:: -(-len(images) // _DIGESTED_IMAGES)]
     return (hashlib.sha256(some.numpy().tobytes()).hexdigest(),)
+
+
+@contextmanager
+def _no_other_download() -> Iterator[None]:
+    """Waits for another rank or command that downloads: torchvision's downloads write to the same files."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # nowhere to write: the download says so, if there has to be one
+            CACHE_DIRECTORY.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(CACHE_DIRECTORY / LOCK))
+        yield
 
 
 def _download(name: str, title: str) -> None:

@@ -3,6 +3,8 @@
 import gzip
 import os
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -126,6 +128,24 @@ class TestWithoutASystemCopy:
         assert "\n" not in message
         for part in ("no copy in", "download failed (", "Debian package dataset-fashion-mnist", "--data-dir"):
             assert part in message
+
+    def test_one_of_several_ranks_downloads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The others wait, and read what is complete."""
+        raw, downloads = in_memory.CACHE_DIRECTORY / "FashionMNIST" / "raw", list[str]()
+
+        def download(name: str, _: str) -> None:
+            downloads.append(name)
+            raw.mkdir(parents=True)
+            for number, file in enumerate(NAMES):
+                (raw / file).touch()
+                time.sleep(0.05)
+                (raw / file).write_bytes(idx_bytes(np.zeros((2,) if number % 2 else (2, 4, 4), np.uint8)))
+
+        monkeypatch.setattr(in_memory, "_download", download)
+        monkeypatch.setattr(in_memory, "_FILES", {name: (1 if "labels" in name else 3, None) for name in NAMES})
+        with ThreadPoolExecutor(3) as ranks:
+            found = list(ranks.map(lambda _: len(load_dataset("fashion-mnist").train_labels), range(3)))
+        assert (found, downloads) == ([2, 2, 2], ["FashionMNIST"])
 
     def test_a_damaged_download_is_named_and_not_replaced_in_silence(self, monkeypatch: pytest.MonkeyPatch) -> None:
         raw = in_memory.CACHE_DIRECTORY / "FashionMNIST" / "raw"
