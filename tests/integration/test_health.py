@@ -276,3 +276,13 @@ def test_a_shard_that_hangs_is_killed_if_the_probe_may(tmp_path: Path) -> None:
             assert process.wait(20) == -signal.SIGKILL
         finally:
             process.kill()
+
+
+def test_metrics_are_served_without_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not answer would be waited for, before a shard begins to serve."""
+    asked = list[str]()
+    monkeypatch.setattr("socket.getfqdn", lambda name="": asked.append(name) or name)
+    port, close = serve_metrics(CollectorRegistry(), "0.0.0.0", 0)
+    close()
+    assert port > 0
+    assert asked == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import socketserver
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -99,6 +100,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*arguments)
         self._open: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
+
+    def server_bind(self) -> None:
+        """Asks no name server for this machine's name, as HTTPServer does: one that is silent would be waited for."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
