@@ -7,9 +7,10 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch
 from trainer.compute import ComputeConfig
 from trainer.data import load_splits
 from trainer.data.bucket_sources import local_source
+from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.manifest import is_packed
 from trainer.data.parts import WHOLE, Part, check_part_arguments
@@ -65,7 +67,7 @@ def _embed(options: argparse.Namespace) -> str:
     if options.engine:
         of = min(MOST_PARTS, -(-total // _IMAGES_OF_A_TASK))
         part_output(options.output, Part(0, of), _digest(found, images, options))
-        _on_ray(options, of)
+        _on_ray(_reading_of(found, options), options, of)
         left_out = _left_out(total - vectors_in_parts(options.output))
         return f"wrote {of:,} parts of {total:,} images to {options.output}{splits}{left_out}"
     part, digest, output = options.part or WHOLE, "", options.output
@@ -103,16 +105,25 @@ def _digest(found: Subject, images: dict[str, DecodedImages], options: argparse.
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _on_ray(options: argparse.Namespace, of: int) -> None:
-    paths = {name: absolute(value) for name, value in vars(options).items() if isinstance(value, Path)}
+def _on_ray(reading: SourceOptions, options: argparse.Namespace, of: int) -> None:
+    """`reading` is how the images are read: a worker's folder is another, from which it may not find the run's."""
     here = {"engine": None, "address": None, "decode_threads": options.decode_threads or 1}
-    settings = vars(options) | paths | here
+    settings = _absolute(vars(options)) | here | {"reading": replace(reading, **_absolute(vars(reading)))}
 
     def task(part: Part) -> None:
         _embed(argparse.Namespace(**settings | {"part": part}))
 
     with counting("parts", of) as progress:
         on_ray(task, of, progress.advance, address=options.address, gpu=options.device != "cpu")
+
+
+def _absolute(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: absolute(value) if isinstance(value, Path) else value for name, value in settings.items()}
+
+
+def _reading_of(found: Subject, options: argparse.Namespace) -> SourceOptions:
+    told: SourceOptions | None = getattr(options, "reading", None)
+    return told or source_options(options, found.reading_of(options.images))
 
 
 def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedImages]:
@@ -127,7 +138,7 @@ def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedI
     return load_splits(
         options.images,
         image_size=config.image_size,
-        options=source_options(options, found.reading_of(options.images)),
+        options=_reading_of(found, options),
         decode_threads=options.decode_threads,
     )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch
 
 from tests.helpers.image_tree import BROKEN, odd_tree, plain_tree
 from tests.helpers.small_run import small_run
+from trainer import embedding
 from trainer.data import load_dataset
 from trainer.data.index import INDEX
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
+from trainer.data.parts import Part
 from trainer.data.pixels import IMAGENET
 from trainer.embed import main
 from trainer.evaluate.features import encode
@@ -34,11 +37,11 @@ CONFIG = EncoderConfig(
 )
 
 
-def run_with(config: EncoderConfig, directory: Path, images: Path) -> Path:
+def run_with(config: EncoderConfig, directory: Path, images: Path, **changes: Any) -> Path:
     """The directory of a run on the images of a folder, as it is after its end."""
     directory.mkdir()
     save_encoder(build_model(config, seed=3).encoder, config, directory / "encoder.safetensors")
-    settings = small_run(directory, encoder=config, dataset="folder", num_images=None, data_dir=images)
+    settings = small_run(directory, encoder=config, dataset="folder", num_images=None, data_dir=images, **changes)
     (directory / "config.json").write_text(settings.to_json())
     return directory
 
@@ -236,6 +239,27 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: p
     assert mixed in capsys.readouterr().err
     assert embed(run, tree, "--output", folder, "--address", "host:1") == 1
     assert "--address is that of a Ray cluster: give --engine ray" in capsys.readouterr().err
+
+
+def test_workers_read_the_images_as_the_command_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In another folder, from which they do not find the images of a run by the path that the run was given."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    plain_tree(tmp_path / "tree/train", 6)
+    plain_tree(tmp_path / "tree/test", 3)
+    monkeypatch.chdir(tmp_path)
+    run = run_with(CONFIG, Path("run"), Path("tree"), split="train")
+
+    def on_ray(task: Callable[[Part], object], of: int, advance: Callable[[], object], **_: object) -> None:
+        with contextlib.chdir("/"):
+            for number in range(of):
+                task(Part(number, of))
+
+    monkeypatch.setattr(embedding, "on_ray", on_ray)
+    for _ in range(2):  # repeated, it finds what is done
+        assert embed(run, "tree", "--output", "features", "--engine", "ray") == 0
+        assert capsys.readouterr().out == "wrote 1 parts of 6 images to features\n"
 
 
 def test_a_file_that_another_process_writes_is_refused(tmp_path: Path) -> None:
