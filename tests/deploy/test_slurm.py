@@ -123,3 +123,8 @@ def test_what_is_missing_is_said(missing: str) -> None:
     done = subprocess.run(["bash", SLURM / "trainer.sbatch"], env=given, capture_output=True, text=True)
     assert done.returncode != 0
     assert f"{missing}: set it to" in done.stderr
+
+
+def test_a_job_of_another_folder_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"no /another/deploy/train\.sh: submit from"):
+        tasks("trainer", tmp_path, *TRAINER, given="SLURM_SUBMIT_DIR=/another TRAIN=")
