@@ -12,6 +12,7 @@ FOREIGN = {
     "weightserver/client/retries.py": "gRPC's text is quoted to people, and a shard's own becomes the error's",
     "weightserver/operations/health.py": "gRPC's text is quoted to people",
     "trainer/distributed.py": "gloo raises RuntimeError, whatever happened",
+    "trainer/ray_tasks.py": "Ray raises RuntimeError for what a worker cannot import, in a text of pages",
     "trainer/stopping.py": "torch's text about memory is quoted to people, up to its second sentence",
     "trainer/export/weights_file.py": "torch's unpickler names the class that it refuses in its text alone",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -45,12 +46,19 @@ def on_ray(
             address = ray._private.services.get_ray_address_from_environment(address, None)
         if address and re.fullmatch(r"([^/:]+|\[[^/]+\]):\d+", address):
             _connect(address)  # Ray itself tries for minutes, also where a cluster was that is gone
+            os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # tries of 40 s, 20 by default
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"no Ray cluster answers at {address or 'RAY_ADDRESS'} ({reason}): start one by 'ray start --head', or "
             "omit --address for one on this machine, after 'ray stop', which forgets one that is gone"
+        ) from None
+    except RuntimeError as error:
+        reason = " ".join(str(error).partition("Last connection error")[0].split())
+        raise ValueError(
+            f"the Ray cluster at {address or 'this machine'} cannot be joined ({reason}): all machines need the same "
+            "versions of Ray and Python, and --address is that of 'ray start --head', by default with port 6379"
         ) from None
     try:
         gpus = min(1, ray.cluster_resources().get("GPU", 0)) if gpu else 0
@@ -65,6 +73,11 @@ def on_ray(
             else:
                 _connect(cluster)  # Ray itself ends the process, some time after its cluster
     except ray.exceptions.RayTaskError as error:
+        if "failed to import on the worker" in (said := str(error.cause)):
+            raise ValueError(
+                f"a machine of the Ray cluster lacks what the parts need ({said.strip().splitlines()[-1]}): install "
+                f"this version on each of them: {install_advice('ray')}"
+            ) from None
         raise (error.cause if isinstance(error.cause, Exception) else error) from None
     except ray.exceptions.WorkerCrashedError:
         raise OSError(

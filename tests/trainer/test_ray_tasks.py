@@ -83,6 +83,16 @@ ray_tasks._REPEATS = 1
 with exit_on_error("parts"):
     ray_tasks.on_ray(lambda part: os._exit(1), 1, lambda: None, address=sys.argv[1])
 """
+LACKS = """
+import sys
+sys.path.append(sys.argv[2])
+import only_here
+from trainer import ray_tasks
+from trainer.stopping import exit_on_error
+
+with exit_on_error("parts"):
+    ray_tasks.on_ray(lambda part: only_here.done(part), 1, lambda: None, address=sys.argv[1])
+"""
 EMBED = """
 import sys
 from trainer import embed, embedding
@@ -237,10 +247,16 @@ def test_features_are_computed_in_parts(
         done = subprocess.run([*command, str(parts), *on_ray], check=True, capture_output=True, text=True, timeout=300)
         ends = [*inside, sys.executable, "-c", DIES, address]
         ended = subprocess.run(ends, capture_output=True, text=True, timeout=300)
+        (tmp_path / "modules").mkdir()
+        (tmp_path / "modules/only_here.py").write_text("def done(part): ...")
+        lacks = [*inside, sys.executable, "-c", LACKS, address, str(tmp_path / "modules")]
+        lacking = subprocess.run(lacks, capture_output=True, text=True, timeout=300)
     assert done.stdout == f"wrote 3 parts of 21 images to {parts}, 1 could not be read\n"
     assert (tmp_path / "broken.txt").read_text().startswith(f"{tree / 'a/broken.jpg'}\t")
     assert ended.returncode == 1
     assert "the process of a part died 2 times: look for its end in Ray's logs" in ended.stderr
+    assert lacking.returncode == 1
+    assert "lacks what the parts need (ModuleNotFoundError: No module named 'only_here')" in lacking.stderr
     assert len(list(parts.iterdir())) == 3
     read, expected = parquet.read_table(parts), parquet.read_table(whole)
     assert read["path"].to_pylist() == expected["path"].to_pylist()
@@ -282,3 +298,24 @@ def test_an_address_that_is_given_counts(host: str, monkeypatch: pytest.MonkeyPa
         place = f"{host}:{closed.getsockname()[1]}"
         with pytest.raises(ValueError, match=re.escape(f"at {place} ([Errno {errno.ECONNREFUSED}]")):
             on_ray(print, 1, lambda: None, address=place)
+
+
+def test_another_program_at_the_address(folder: Path) -> None:
+    """As a dashboard at its port; Ray's own attempts last for a quarter of an hour."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        ends = [sys.executable, "-c", DIES, place]
+        done = subprocess.run(ends, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert f"parts: no Ray cluster answers at {place} (Failed to connect to Ray cluster" in done.stderr
+
+
+def test_a_cluster_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(**_: object) -> None:
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.59.0\n")
+
+    monkeypatch.setattr("ray.init", refuses)
+    with pytest.raises(ValueError, match=r"cannot be joined \(Version mismatch: .* Ray: 2\.59\.0\): all machines need"):
+        on_ray(print, 1, lambda: None, address="local")
