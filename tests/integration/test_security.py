@@ -8,6 +8,7 @@ import errno
 import os
 import pickle
 import re
+import shlex
 import shutil
 import socket
 import ssl
@@ -435,6 +436,14 @@ def test_the_commands_take_the_same_options(place: Place, weightserver: Weightse
     status, _, errors = commands.weightserver("health", address, "--tls-ca", place.other / "ca.pem")
     assert status == 1
     assert re.fullmatch(rf"weightserver health: {address} does not answer .*CERTIFICATE_VERIFY_FAILED.*\n", errors)
+
+
+def test_the_options_that_are_printed_can_be_pasted(tmp_path: Path) -> None:
+    own = tmp_path / "my certificates"
+    _, said, _ = commands.weightserver("certs", own, "--host", "a")
+    named = [word.rstrip(")") for word in shlex.split(said) if word.startswith(f"{own}/")]
+    assert len(named) == 8
+    assert all(Path(word).is_file() for word in named)
 
 
 def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) -> None:

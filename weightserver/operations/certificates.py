@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import re
 import secrets
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -199,12 +200,12 @@ def run(arguments: argparse.Namespace) -> None:
             f"certificates in {directory} {'were renewed' if is_due else 'stay'}, valid until {end:%Y-%m-%d %H:%M} UTC"
         )
         return
-    end = write_certificates(directory, arguments.host, days=arguments.days)
+    end, there = write_certificates(directory, arguments.host, days=arguments.days), shlex.quote(str(directory))
     print(
         f"certificates for {', '.join(arguments.host)} in {directory} are valid until {end:%Y-%m-%d %H:%M} UTC\n"
-        f"shards:  --tls-cert {directory}/server.pem --tls-key {directory}/server-key.pem "
-        f"--token-file {directory}/token   (to require client certificates: --tls-client-ca {directory}/ca.pem)\n"
-        f"clients: --tls-ca {directory}/ca.pem --token-file {directory}/token   "
-        f"(where required: --tls-cert {directory}/client.pem --tls-key {directory}/client-key.pem)\n"
+        f"shards:  --tls-cert {there}/server.pem --tls-key {there}/server-key.pem "
+        f"--token-file {there}/token   (to require client certificates: --tls-client-ca {there}/ca.pem)\n"
+        f"clients: --tls-ca {there}/ca.pem --token-file {there}/token   "
+        f"(where required: --tls-cert {there}/client.pem --tls-key {there}/client-key.pem)\n"
         f"keep {directory}/ca-key.pem away from both"
     )
