@@ -16,7 +16,7 @@ from pathlib import Path
 from weightserver.client.client import WeightClient
 from weightserver.common.atomic_files import to_path
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import Checkpoint, chosen_checkpoint
+from weightserver.core.checkpoints import Checkpoint, chosen_checkpoint, common_checkpoints
 from weightserver.core.errors import InvalidRequestError, NoTableError
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import MAX_SHARDS
@@ -66,8 +66,9 @@ def reshard(
     """
     if current:
         checkpoint = _taken_now(client)
-    try:
-        info, chosen = client.describe(), chosen_checkpoint(checkpoint, client.checkpoints())
+    info = client.describe()
+    try:  # of the same answers, or it could have more rows and learning rates than these
+        chosen = chosen_checkpoint(checkpoint, common_checkpoints([shard.checkpoints for shard in info.shards]))
     except NoTableError as error:
         if checkpoint is not None:
             raise

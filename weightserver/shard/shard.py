@@ -280,8 +280,8 @@ class Shard:
                     batch.delete_unneeded(block)
                 self._next_table = batch.table
             self._lineage, self.peers = lineage, batch.peers
+            self._table = batch.table  # before the state, whose clock its learning rates reach in every answer
             self.state = batch.state
-            self._table = batch.table
         finally:
             self._next_table = self._table
         kept = {checkpoint.generation for checkpoint in batch.state.checkpoints}

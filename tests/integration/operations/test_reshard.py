@@ -37,6 +37,7 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
+from weightserver.client.results import TableInfo
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.sharding import Sharding
 from weightserver.core.versions import Version
@@ -132,6 +133,30 @@ def test_shards_send_only_blocks_that_are_needed(
         sharding, size = Sharding(2, 3), SPEC.rows_per_block
         for block in received:
             assert shard in sharding.shard_of(ROWS[block * size : (block + 1) * size])
+
+
+def test_a_table_that_changes_while_a_reshard_begins(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer extends it and takes a checkpoint once its size and learning rates were read."""
+    make_table(client)
+    describe = WeightClient.describe
+
+    def describe_and_train(reader: WeightClient) -> TableInfo:
+        monkeypatch.setattr(WeightClient, "describe", describe)
+        info = describe(reader)
+        client.extend_table(1_100)
+        push(client, 4, np.arange(1_000, 1_100))
+        client.checkpoint("three", step=5)
+        return info
+
+    with WeightClient(cluster.addresses) as another:
+        monkeypatch.setattr(WeightClient, "describe", describe_and_train)
+        made = reshard(another, tmp_path / "new/shard-0", shard=0, num_shards=1)
+    kept = client.fetch_state(ROWS, checkpoint=made.checkpoint)
+    with LocalCluster(1, tmp_path / "new") as filled, WeightClient(filled.addresses) as reader:
+        assert reader.describe().clock == made.step, "it has the learning rates of all of the checkpoint's steps"
+        assert same(reader.fetch_state(ROWS, checkpoint=made.checkpoint), kept)
 
 
 # ---- clients that live through it
