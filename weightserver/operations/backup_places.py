@@ -71,12 +71,14 @@ class Folder:
             yield write
 
     def remove(self) -> None:
-        """Removes the backup; one that is removed in part is none any more."""
+        """Removes the backup; one that is removed in part is none any more, and `remove_killed` removes the rest."""
         (self.path / MANIFEST).unlink()
-        shutil.rmtree(self.path)
+        partial = self.path.with_name(f".{self.name}-{os.urandom(4).hex()}.partial")
+        self.path.rename(partial)
+        shutil.rmtree(partial)
 
     def remove_killed(self) -> None:
-        """Removes what killed backups left beside this one, and nothing that a command is writing."""
+        """Removes what killed commands left beside this one, and nothing that a command is writing."""
         folder = self.path.resolve().parent
         for partial in folder.glob(".*.partial"):
             files = [str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir()]

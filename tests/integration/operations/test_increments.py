@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from tests.integration.operations.backups import by_another, restored
 from weightserver import ClusterError, LocalCluster, RowState, StorageError, TableSpec, WeightClient
 from weightserver.common.atomic_files import LOCK, directory_lock
 from weightserver.operations import backup as operation
+from weightserver.operations import backup_places
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import Backup, BackupReader, read_backup
 from weightserver.operations.backup_places import Folder
@@ -287,6 +289,19 @@ def test_what_killed_backups_left_is_removed(client: WeightClient, tmp_path: Pat
         backup(client, backups / "thu", keep=1)
         left = {path.name for path in backups.iterdir()}
     assert left == {".tue.partial", "tue", ".wed.partial", ".notes.partial", "thu"}
+
+
+def test_what_a_killed_removal_left_is_removed(
+    client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(client)
+    backup(client, tmp_path / "backups/mon")
+    with monkeypatch.context() as killed:
+        killed.setattr(backup_places, "shutil", Mock(rmtree=Mock(side_effect=KeyboardInterrupt)))
+        with pytest.raises(KeyboardInterrupt):
+            backup(client, tmp_path / "backups/tue", keep=1)
+    backup(client, tmp_path / "backups/wed", keep=1)
+    assert [path.name for path in (tmp_path / "backups").iterdir()] == ["wed"]
 
 
 def test_the_newest_backups_are_kept_with_what_they_need(
