@@ -259,6 +259,16 @@ def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
         assert_one_line(outcome, f"{there if command == 'serve' else new}: [Errno 28] No space left on device")
 
 
+def test_a_checkpoint_may_have_any_name(tmp_path: Path) -> None:
+    """Also that of the newest state in what `verify` says."""
+    made = Trained(tmp_path / "shard-0", SPEC)
+    for name, rows in (("now", SPEC.num_rows // 2), ("later", SPEC.num_rows)):
+        made.push(np.arange(rows), 2)
+        made.checkpoint(name)
+    made.storage.close()
+    assert verify_directory(made.directory).problems == []
+
+
 def test_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
     source = make_shard(tmp_path)
     with volume(tmp_path / "disk") as disk:

@@ -86,7 +86,8 @@ def _verify_blocks(txn: Transaction, spec: TableSpec, identity: ShardIdentity, s
         for version in versions:
             holders = _holders(state, version.generation, newer)
             newer = version.generation
-            where = f"{codec.name(block)}, generation {newer} ({', '.join(holders) or 'unused'})"
+            used_by = ", ".join(holder or "now" for holder in holders) or "unused"
+            where = f"{codec.name(block)}, generation {newer} ({used_by})"
             try:
                 value = txn.content(version)
             except DamagedBlockError:
@@ -106,17 +107,18 @@ def _verify_blocks(txn: Transaction, spec: TableSpec, identity: ShardIdentity, s
 
 
 def _holders(state: State, version: int, newer: int | None) -> list[str]:
-    """Names the states that read a version, followed by version `newer`: checkpoints, and "now" for the newest."""
+    """Names the states that read a version, followed by version `newer`: checkpoints, and "" for the newest, as no
+    checkpoint is named."""
     end = state.generation + 1 if newer is None else newer
     kept = [known.name for known in state.checkpoints if version <= known.generation < end]
-    return [*["now"] * (newer is None), *kept]
+    return [*[""] * (newer is None), *kept]
 
 
 def _wrong_counts(state: State, stored: Counter[str]) -> Iterator[str]:
-    counts = {"now": state.rows_stored} | {kept.name: kept.rows_stored for kept in state.checkpoints}
+    counts = {"": state.rows_stored} | {kept.name: kept.rows_stored for kept in state.checkpoints}
     for holder, wanted in counts.items():
         if stored[holder] != wanted:
-            yield f"{holder}: {wanted} rows were written, the blocks hold {stored[holder]}"
+            yield f"{holder or 'now'}: {wanted} rows were written, the blocks hold {stored[holder]}"
 
 
 def _problems(codec: BlockCodec, value: memoryview, clock: int) -> Iterator[str]:
