@@ -488,6 +488,24 @@ def test_a_renewal_that_was_interrupted_is_repeated(file: str, tmp_path: Path, m
         assert validity(pem)[1] > datetime.now(UTC) + timedelta(days=300), name
 
 
+def test_two_renewals_at_once_mix_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one begins between a key of the first and its certificate."""
+    own, refused = tmp_path / "certs", list[str]()
+    write_certificates(own, ["127.0.0.1"], days=1)
+
+    def write(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.name == "client.pem":
+            monkeypatch.undo()
+            refused.append(commands.weightserver("certs", own, "--renew-within", "30")[2])
+        atomic_write(path, *arguments, **options)
+
+    monkeypatch.setattr("weightserver.operations.certificates.atomic_write", write)
+    renew_certificates(own)
+    for name in ("server", "client"):
+        read_pair(own / f"{name}.pem", own / f"{name}-key.pem", "--tls-cert", "--tls-key")
+    assert "is being written by another process" in refused[0]
+
+
 def test_certificates_are_renewed_by_their_own_authority(renewed: tuple[Served, Path]) -> None:
     """When they are due, and again without effect. The token stays, and clients that trust the CA notice nothing."""
     shard, own = renewed

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from weightserver.common.addresses import expand_range
-from weightserver.common.atomic_files import atomic_directory, atomic_write, to_path
+from weightserver.common.atomic_files import atomic_directory, atomic_write, directory_lock, to_path
 from weightserver.common.security import validity
 
 MAX_DAYS = 3650
@@ -61,7 +61,7 @@ def renew_certificates(directory: Path, *, days: int = 365) -> datetime:
 
     Raises:
         ValueError: `days` is invalid, or the CA ends earlier.
-        OSError: a file cannot be read or written.
+        OSError: a file cannot be read or written, or another process renews them.
     """
     authority = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
     key = serialization.load_pem_private_key((directory / "ca-key.pem").read_bytes(), None)
@@ -74,7 +74,8 @@ def renew_certificates(directory: Path, *, days: int = 365) -> datetime:
             "new one in another directory and let both sides trust both in the meantime"
         )
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    _write(directory, _issued(authority, key, names, period))
+    with directory_lock(directory):  # or the key of one renewal and the certificate of another could stay
+        _write(directory, _issued(authority, key, names, period))
     return period[1]
 
 
