@@ -488,6 +488,23 @@ def test_a_renewal_that_was_interrupted_is_repeated(file: str, tmp_path: Path, m
         assert validity(pem)[1] > datetime.now(UTC) + timedelta(days=300), name
 
 
+@pytest.mark.parametrize(
+    ("key", "password", "message"),
+    [
+        (ec.generate_private_key(ec.SECP256R1()), b"secret", "ca-key.pem has a password: give a copy without one"),
+        (ed25519.Ed25519PrivateKey.generate(), None, "has not made the files in"),
+    ],
+)
+def test_a_renewal_by_another_key_is_refused(key: Any, password: bytes | None, message: str, tmp_path: Path) -> None:
+    own, pem, pkcs8 = tmp_path / "certs", serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    write_certificates(own, ["127.0.0.1"], days=1)
+    hidden = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    (own / "ca-key.pem").write_bytes(key.private_bytes(pem, pkcs8, hidden))
+    status, _, errors = commands.weightserver("certs", own, "--renew-within", "30")
+    assert (status, errors.count("\n")) == (1, 1), errors
+    assert message in errors
+
+
 def test_two_renewals_at_once_mix_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one begins between a key of the first and its certificate."""
     own, refused = tmp_path / "certs", list[str]()

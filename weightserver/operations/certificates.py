@@ -60,20 +60,26 @@ def renew_certificates(directory: Path, *, days: int = 365) -> datetime:
     returns their expiry. The CA and the token stay, and both sides read the files again without a restart.
 
     Raises:
-        ValueError: `days` is invalid, or the CA ends earlier.
+        ValueError: `days` is invalid, the CA ends earlier, or the files are others or encrypted.
         OSError: a file cannot be read or written, or another process renews them.
     """
     authority = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
-    key = serialization.load_pem_private_key((directory / "ca-key.pem").read_bytes(), None)
     old = x509.load_pem_x509_certificate((directory / "server.pem").read_bytes())
-    names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    try:
+        key = serialization.load_pem_private_key((directory / "ca-key.pem").read_bytes(), None)
+        names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except TypeError:
+        raise ValueError(f"{directory}/ca-key.pem has a password: give a copy without one") from None
+    except x509.ExtensionNotFound:
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"'weightserver certs' has not made the files in {directory}: renew them as they were made")
     period = _period(datetime.now(UTC), days)
     if period[1] > authority.not_valid_after_utc:
         raise ValueError(
             f"the CA in {directory} expires on {authority.not_valid_after_utc:%Y-%m-%d}: give fewer --days, or make a "
             "new one in another directory and let both sides trust both in the meantime"
         )
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
     with directory_lock(directory):  # or the key of one renewal and the certificate of another could stay
         _write(directory, _issued(authority, key, names, period))
     return period[1]
