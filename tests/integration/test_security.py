@@ -505,6 +505,20 @@ def test_a_renewal_by_another_key_is_refused(key: Any, password: bytes | None, m
     assert message in errors
 
 
+def test_a_renewal_is_by_the_authority_whose_key_is_there(tmp_path: Path) -> None:
+    """Both sides trust an earlier one too, whose certificate comes first."""
+    own, old = tmp_path / "certs", tmp_path / "old"
+    for directory in (own, old):
+        write_certificates(directory, ["127.0.0.1"], days=1)
+    authority = x509.load_pem_x509_certificate((own / "ca.pem").read_bytes())
+    (own / "ca.pem").write_bytes((old / "ca.pem").read_bytes() + (own / "ca.pem").read_bytes())
+    renew_certificates(own)
+    x509.load_pem_x509_certificate((own / "server.pem").read_bytes()).verify_directly_issued_by(authority)
+    (own / "ca-key.pem").write_bytes((own / "server-key.pem").read_bytes())
+    with pytest.raises(ValueError, match=r"ca-key\.pem is the key of no certificate in ca\.pem"):
+        renew_certificates(own)
+
+
 def test_two_renewals_at_once_mix_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one begins between a key of the first and its certificate."""
     own, refused = tmp_path / "certs", list[str]()

@@ -60,10 +60,10 @@ def renew_certificates(directory: Path, *, days: int = 365) -> datetime:
     returns their expiry. The CA and the token stay, and both sides read the files again without a restart.
 
     Raises:
-        ValueError: `days` is invalid, the CA ends earlier, or the files are others or encrypted.
+        ValueError: `days` is invalid, the CA ends earlier, or its key is another one or encrypted.
         OSError: a file cannot be read or written, or another process renews them.
     """
-    authority = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
+    trusted = x509.load_pem_x509_certificates((directory / "ca.pem").read_bytes())
     old = x509.load_pem_x509_certificate((directory / "server.pem").read_bytes())
     try:
         key = serialization.load_pem_private_key((directory / "ca-key.pem").read_bytes(), None)
@@ -74,6 +74,9 @@ def renew_certificates(directory: Path, *, days: int = 365) -> datetime:
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError(f"'weightserver certs' has not made the files in {directory}: renew them as they were made")
+    authority = next((one for one in trusted if one.public_key() == key.public_key()), None)  # among other CAs
+    if authority is None:
+        raise ValueError(f"{directory}/ca-key.pem is the key of no certificate in ca.pem: give the CA's own key")
     period = _period(datetime.now(UTC), days)
     if period[1] > authority.not_valid_after_utc:
         raise ValueError(
