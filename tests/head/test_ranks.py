@@ -32,7 +32,7 @@ from tests.helpers.own_loop import (
     trained,
 )
 from tests.helpers.torchrun import torchrun
-from weightserver import InvalidRequestError, LocalCluster
+from weightserver import InvalidRequestError, LocalCluster, ShardUnavailableError
 from weightserver.torch import ClassifierHead
 
 KINDS = [
@@ -250,6 +250,35 @@ def a_name_was_used(rank: int) -> None:
             head.checkpoint("a")
 
 
+def a_server_is_away(rank: int) -> None:
+    """From one rank, once in each of these calls, which both repeat."""
+    errors = []
+    with tempfile.TemporaryDirectory() as rows, dense(rows="resident", directory=Path(rows)) as head:
+        passed(head, range(6 * rank, 6 * rank + 6)).step(0.1)
+        calls: dict[str, Callable[[], object]] = {
+            "write_state": head.checkpoint,
+            "fetch": lambda: head.evaluate(torch.ones(1, DIM), [0]),
+            "fetch_state": lambda: passed(head, range(12 + 6 * rank, 18 + 6 * rank)),
+        }
+        for method, call in calls.items():
+            patch = pytest.MonkeyPatch()
+
+            def fail(*_: object, patch: pytest.MonkeyPatch = patch, **__: object) -> None:
+                patch.undo()
+                raise ShardUnavailableError("it is down")
+
+            if rank:
+                patch.setattr(head.client, method, fail)
+            try:
+                call()
+            except (ValueError, ShardUnavailableError) as error:
+                errors.append(str(error))
+                call()
+        head.step(0.1)
+        assert head.num_steps == 2
+    raise ValueError(", ".join(errors))
+
+
 def unlike(first: str, second: str) -> list[str]:
     """What the ranks say of their different calls."""
     return [f"this rank {first}, another one {second}: ", f"this rank {second}, another one {first}: "]
@@ -299,6 +328,7 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
     ],
     other_numbers_of_predictions: ["k must be the same on every rank, got 2 to 3"] * 2,
     other_classes_to_compare: ["the classes to compare must be the same on every rank"] * 2,
+    a_server_is_away: [f"{A_RANK_FAILED} takes a checkpoint before step 1", "it is down, it is down, it is down"],
     a_name_was_used: ["shard 0 at 127.0.0.1:", "rank 0 failed: shard 0 at 127.0.0.1:"],
 }
 

@@ -538,7 +538,8 @@ class ClassifierHead(nn.Module):
         with self._agreement(Doing.SKIPS) as agreement:
             step = self._steps.begin()
             self._tell(learning_rate, agreement)
-        self._steps.finish(step, step.no_gradients())
+            gradients = step.no_gradients()
+        self._steps.finish(step, gradients)
 
     def _agreement(self, doing: Doing) -> Agreement:
         return Agreement(self._table.ranks, doing, *self._steps.attempt)
@@ -591,7 +592,7 @@ class ClassifierHead(nn.Module):
             raise ValueError("no rank has an image: give at least one")
         if isinstance(classes, str) and among is not None:
             among = np.union1d(among, own[own >= 0])
-        comparison = Comparison(table, self._loss, read, among)
+        comparison = Comparison(table, self._loss, read, among, self._agreement(Doing.EVALUATES))
         return evaluation_of(comparison.compare(embeddings, own, k=min(5, comparison.num_classes)), own)
 
     @torch.no_grad()
@@ -610,7 +611,7 @@ class ClassifierHead(nn.Module):
             check_embeddings(embeddings, len(embeddings), self.spec.dim, self.device)
             check_finite(embeddings)
             among = self._among(classes, np.zeros(0, np.int64), agreement)
-            comparison = Comparison(table, self._loss, read, among)
+            comparison = Comparison(table, self._loss, read, among, self._agreement(Doing.PREDICTS))
             if not 1 <= checked_integer(k, "k") <= comparison.num_classes:
                 raise ValueError(
                     f"k must lie in 1..{comparison.num_classes}, the number of classes to choose among, got {k}"
@@ -669,11 +670,12 @@ class ClassifierHead(nn.Module):
             wanted = checked_ids(ids, self.spec.num_rows)
             if wanted.ndim != 1:
                 raise ValueError(f"classes must have shape (n,), got {wanted.shape}")
-        if read is None:
-            return self._open().read(wanted, step=self.num_steps)
-        weight = read(self.order.rows(wanted)).cpu()
-        self._table.ranks.barrier()  # before it no rank stops the servers
-        return weight
+            if read is None:
+                self._open().flush()
+        with self._agreement(Doing.READS):  # before it ends no rank writes rows of later steps, or stops the servers
+            if read is None:
+                return self._table.read(wanted, step=self.num_steps)
+            return read(self.order.rows(wanted)).cpu()
 
     def checkpoint(self, name: str | None = None) -> Checkpoint:
         """Keeps the rows as they are after the finished updates, on the servers, under `name`; takes no copy.
@@ -695,6 +697,7 @@ class ClassifierHead(nn.Module):
                     "rows of bfloat16 are saved between steps: call checkpoint() and state_dict() after step(), or "
                     "forget_announced(in_progress=True) before"
                 )
+            table.flush()
         kept, self._saved = table.checkpoint(name, step=self.num_steps)
         return kept
 

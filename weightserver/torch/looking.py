@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
+from weightserver.torch.agreement import Agreement
 from weightserver.torch.loss import Loss
 from weightserver.torch.ranks import gathered_parts
 from weightserver.torch.table import Table
@@ -59,6 +60,8 @@ class Comparison:
     """Returns rows of this rank's share, int64 (n,): float32 (n, D), on the device."""
     rows: Int64Array | None
     """Strictly increasing int64 (n,), the same on every rank; all of the table if None."""
+    agreement: Agreement
+    """Of the ranks that read them."""
 
     @property
     def num_classes(self) -> int:
@@ -84,7 +87,7 @@ class Comparison:
             nearest = torch.zeros(best.shape, dtype=torch.int64, device=device)
             log_sum = features.new_full((len(features),), -math.inf)
             of_own = features.new_full(own.shape, -math.inf)
-            with closing(computed_ahead(self._shares(), ahead=1, name="rows-to-compare")) as shares:
+            with self.agreement, closing(computed_ahead(self._shares(), ahead=1, name="rows-to-compare")) as shares:
                 for rows, weight in shares:
                     weight = F.normalize(weight) if self.loss.cosines else weight
                     position = np.searchsorted(rows, own).clip(max=len(rows) - 1)

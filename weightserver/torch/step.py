@@ -137,7 +137,7 @@ class Step:
             alike = f"in step {self.number}, got {{}} to {{}}: every rank gives the batches and views in the same order"
             agreement.same(f"the ranks give different batches {alike}", part)
             agreement.same(f"the ranks give different views {alike}", view)
-        weight = self.active_rows()
+            weight = self.active_rows()  # one rank's may be on a server that is away
         self._forward.add((part, view))
         self.is_cleared = False
         of_pass = weight.view_as(weight)

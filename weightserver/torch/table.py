@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -363,16 +363,14 @@ class Table:
                 self.store.flush()
 
     def read(self, classes: Int64Array, *, step: int) -> Tensor:
-        """The rows of classes (n,) before update `step`: float32 (n, D), on the CPU. Makes all updates durable."""
+        """The rows of classes (n,) before update `step`: float32 (n, D), on the CPU. All updates are durable."""
         distinct, inverse = np.unique(self._order.rows(classes), return_inverse=True)
-        self._make_durable()
         if self.client is None:
             if self.ranks.world_size > 1:
                 raise ValueError("rows='dense' are spread over the ranks: use rows='resident'")
             weight = self.open_store(1).peek(distinct, step=step).cpu()
         else:
             weight = torch.from_numpy(self.client.fetch_state(distinct, step=step).weight)
-        self.ranks.barrier()  # before it no rank writes rows of later steps, or stops the servers
         return weight[torch.from_numpy(inverse)]
 
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
@@ -383,24 +381,18 @@ class Table:
         return self.open_store(1).peek(rows, step=step)
 
     def checkpoint(self, name: str | None, *, step: int) -> tuple[Checkpoint, SavedRows]:
-        """See `ClassifierHead.checkpoint`, before update `step`; also returns what identifies the rows."""
+        """See `ClassifierHead.checkpoint`, before update `step`; also returns what identifies the rows. All updates are
+        durable."""
         client = self.connect(self.ranks.device)
         name = f"step-{step:012d}" if name is None else name
-        self._make_durable()
 
-        def take() -> None:
+        def take() -> dict[str, Any]:
             client.checkpoint(name, step=step)
+            (kept,) = (known for known in client.checkpoints() if known.name == name)
+            return asdict(SavedRows.of(kept, client.table_identity(), self._order))
 
-        self.ranks.of_first(take)  # before it ends no rank writes rows of later steps
-        (kept,) = (known for known in client.checkpoints() if known.name == name)
-        saved = SavedRows.of(kept, client.table_identity(), self._order)
-        self.ranks.barrier()  # before it rank 0 does not stop the servers
-        return kept, saved
-
-    def _make_durable(self) -> None:
-        """Returns once the updates of all ranks are durable."""
-        self.flush()
-        self.ranks.barrier()
+        saved = SavedRows(**self.ranks.of_first(take))  # before it ends no rank writes rows of later steps
+        return saved.checkpoint, saved
 
 
 @functools.cache
