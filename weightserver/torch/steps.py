@@ -97,7 +97,11 @@ class Steps:
         checked = [checked_ids(batch, self._table.spec.num_rows) for batch in batches]
         ids = ids_of_all_ranks(checked, self._table.ranks, step=self._next_number, attempt=self._attempt)  # (A, B[, P])
         self._negatives.check(ids.size)
-        self._add(ids, self._drawn_by(ids))
+        try:
+            self._add(ids, self._drawn_by(ids))
+        except BaseException:
+            self._attempt += 1  # other ranks may have announced it, and count theirs when they fail at it
+            raise
 
     @property
     def _next_number(self) -> int:
