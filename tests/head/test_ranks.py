@@ -203,6 +203,12 @@ def one_clips(rank: int) -> None:
     head.step(0.1, optimizer=encoder.optimizer, max_norm=1.0 if rank else None)
 
 
+def one_scales(rank: int) -> None:
+    encoder, head, scaler = Encoder(), dense(), torch.amp.GradScaler("cpu", init_scale=1.0, enabled=rank == 1)
+    scaler.scale(head(encoder.module(INPUTS[:1]), [rank])).backward()
+    head.step(0.1, scaler=scaler, optimizer=encoder.optimizer)
+
+
 def one_gives_no_rate(rank: int) -> None:
     """It alone knows why; the other one does not wait for it. Both may repeat the call."""
     head = passed(dense(), [rank])
@@ -310,6 +316,7 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
     other_rates: ["the learning rate of step 0 must be the same on every rank, got 0.1 to 0.2: a schedule that "] * 2,
     other_batches: ["the ranks give different batches in step 0, got 0 to 1: every rank gives the batches and "] * 2,
     one_clips: ["max_norm must be the same on every rank, got -1 to 1 (-1: none)"] * 2,
+    one_scales: ["the ranks' losses have different scales, 0 to 1 (0: none): share one scaler's"] * 2,
     one_gives_no_rate: [
         f"{A_RANK_FAILED} ends step 0 after 0 failed attempts: its own error says why; repeat the call on all of them",
         "the learning rate of step 0 is not known: give step(learning_rate=...)",

@@ -67,7 +67,8 @@ class Scaling:
 
     @property
     def scale(self) -> float:
-        return 1.0 if self.scaler is None else self.scaler.get_scale()
+        """0 without a scaler."""
+        return 0.0 if self.scaler is None else self.scaler.get_scale()
 
     def require_order(self, since: int) -> None:
         """Raises ValueError if an optimizer has made its step since that `moment`, with gradients that were to be
