@@ -76,6 +76,24 @@ def test_a_run_that_was_taken_over_is_told(make_client: MakeClient) -> None:
         make_client().open_session("third")
 
 
+def test_a_token_that_cannot_be_read_for_a_while_does_not_end_the_lease(
+    cluster: LocalCluster, make_client: MakeClient
+) -> None:
+    failures: list[OSError] = []
+
+    def token() -> str:
+        if failures:
+            raise failures.pop()
+        return "secret"
+
+    with WeightClient(cluster.addresses, token=token) as first:
+        first.open_session("first")
+        failures.append(OSError("the disk of the token is away"))
+        wait_until(lambda: not failures)
+        make_client().open_session("second", take_over=True)
+        wait_until(lambda: is_lost(first), seconds=10)
+
+
 def test_a_client_that_opens_its_next_session_is_refused_nothing(
     cluster: LocalCluster, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
