@@ -197,6 +197,14 @@ def other_batches(rank: int) -> None:
     passed(head, [3, 4] if rank else [1, 2])
 
 
+def other_samplers(rank: int) -> None:
+    """As by a seed for each rank: each would take the other's images for some of its own sampler's."""
+    head = dense()
+    sampler = head.sampler(batch_size=BATCH_SIZE, seed=rank)
+    for ids, batch in head.announced(DataLoader(Images(), batch_sampler=sampler)):
+        head(Encoder().module(batch), ids).backward()
+
+
 def one_clips(rank: int) -> None:
     encoder, head = Encoder(), dense()
     head(encoder.module(INPUTS[:1]), [rank]).backward()
@@ -315,6 +323,7 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
     other_classes: ["the classes 5, 6 are not those that were announced for step 0 (1, 2)"] * 2,
     other_rates: ["the learning rate of step 0 must be the same on every rank, got 0.1 to 0.2: a schedule that "] * 2,
     other_batches: ["the ranks give different batches in step 0, got 0 to 1: every rank gives the batches and "] * 2,
+    other_samplers: ["the ranks announce different classes for step 0: give every rank's sampler the same arg"] * 2,
     one_clips: ["max_norm must be the same on every rank, got -1 to 1 (-1: none)"] * 2,
     one_scales: ["the ranks' losses have different scales, 0 to 1 (0: none): share one scaler's"] * 2,
     one_gives_no_rate: [

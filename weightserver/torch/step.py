@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -132,11 +133,16 @@ class Step:
 
     def rows_for(self, part: int, *, view: int) -> Tensor:
         """`active_rows` for the forward pass of a batch. Raises ValueError if another rank does something else, or
-        gives another batch or view."""
+        gives another batch or view, or its sampler drew other classes."""
         with Agreement(self._rows.ranks, Doing.PASSES, self.number, self.attempt) as agreement:
             alike = f"in step {self.number}, got {{}} to {{}}: every rank gives the batches and views in the same order"
             agreement.same(f"the ranks give different batches {alike}", part)
             agreement.same(f"the ranks give different views {alike}", view)
+            agreement.same(
+                f"the ranks announce different classes for step {self.number}: give every rank's sampler the same "
+                "arguments, its seed too",
+                crc32(self.announced.ids.tobytes()),
+            )
             weight = self.active_rows()  # one rank's may be on a server that is away
         self._forward.add((part, view))
         self.is_cleared = False
