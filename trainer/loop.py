@@ -28,7 +28,14 @@ from trainer.monitors import Update
 from trainer.results import TrainResult, write_results
 from trainer.run.resume import resolve_resume
 from trainer.run.totals import Totals
-from trainer.run_dataset import check_sample, dataset_of, images_of_run, with_pixel_scale, write_reading
+from trainer.run_dataset import (
+    check_same_images,
+    check_sample,
+    dataset_of,
+    images_of_run,
+    with_pixel_scale,
+    write_reading,
+)
 from trainer.schedule import forward_seed
 from trainer.settings import named_by_flags
 from trainer.stopping import Interrupted
@@ -61,6 +68,7 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
             with stage("loading the images"):
                 dataset = dataset_of(config)
             dataset = images_of_run(config, dataset, ranks)
+            check_same_images(dataset, ranks)
             check_sample(config, dataset, ranks)
             config = with_pixel_scale(config, dataset, ranks)
             model, totals = _train_rank(config, dataset, ranks, on_step, started)

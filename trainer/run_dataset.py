@@ -86,6 +86,17 @@ def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Datase
     return before
 
 
+def check_same_images(dataset: Dataset, ranks: Ranks) -> None:
+    """Raises ValueError on all ranks if some have other images, as on a machine with an older copy of them."""
+    digests = list(dataset.digests)
+    is_other = ranks.of_first(lambda: digests) != digests
+    if ranks.max_over_ranks([float(is_other)]) != [0.0]:
+        raise ValueError(
+            "the ranks have different images, so that a class would be another image on each: give all machines the "
+            "same --data-dir, or equal copies of it"
+        )
+
+
 def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> TrainConfig:
     """Fills in how pixels become numbers, where the settings leave it open, identically on every rank.
 

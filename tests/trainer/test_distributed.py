@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from trainer.loss import LossConfig
 from trainer.model import EncoderConfig, build_model
 from trainer.monitors import Monitors, Update
 from trainer.run.resume import resolve_resume
+from trainer.run_dataset import check_same_images
 from weightserver.core.sharding import Sharding
 from weightserver.torch import Ranks, padded
 from weightserver.torch.loss import padded_rows
@@ -127,6 +129,11 @@ def record_rank(out: Path) -> None:
         chosen = {"epochs": 2.0 + ranks.rank, "knn_every": 1.0 + ranks.rank, "metrics_host": f"host-{ranks.rank}"}
         config = resolve_resume(TrainConfig().with_settings(**chosen), ranks).settings()
         told["settings"] = {name: config[name] for name in chosen}
+        images, labels = torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.zeros(1)
+        same = Dataset(train_images=images, train_labels=labels, test_images=images, test_labels=labels, digests=("a",))
+        check_same_images(same, ranks)
+        with pytest.raises(ValueError, match=r"^the ranks have different images, so that a class would be another i"):
+            check_same_images(replace(same, digests=(str(ranks.rank),)), ranks)
         ranks.barrier()
     assert not dist.is_initialized(), "the process group outlived its context"
     (out / f"{ranks.rank}.json").write_text(json.dumps(told))
