@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightserver import RowState, ShardUnavailableError, TableSpec
+from weightserver import RowState, ShardUnavailableError, StorageError, TableSpec, WeightServerError
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import RemoteRows, ResidentRows, RowStore
@@ -20,10 +20,11 @@ SPEC = TableSpec(num_rows=9, dim=2)
 
 
 class LateClient:
-    """Of a server that is away for the first two writes; a weight is the number of writes before its fetch."""
+    """Of a server that is away for the first write, and whose disk is full for the second; a weight is the number of
+    writes before its fetch."""
 
     def __init__(self) -> None:
-        self._failures = iter(["it is down", "it is still down"])
+        self._failures = iter([ShardUnavailableError("it is down"), StorageError("its disk is full")])
         self.written: list[list[int]] = []
 
     def require_session(self) -> None:
@@ -38,7 +39,7 @@ class LateClient:
 
     def push_gradients(self, rows: Int64Array, *_: Any, **__: Any) -> None:
         for failure in self._failures:
-            raise ShardUnavailableError(failure)
+            raise failure
         self.written.append(rows.tolist())
 
     write_state = push_gradients
@@ -58,7 +59,7 @@ def train(store: RowStore) -> list[str]:
             try:
                 call()
                 return
-            except ShardUnavailableError as error:
+            except WeightServerError as error:
                 errors.append(str(error))
 
     for step in range(5):
@@ -73,13 +74,13 @@ def test_rows_that_leave(client: Any) -> None:
     rates, device = LearningRates(SPEC, [0.1] * 9), torch.device("cpu")
     sizes = {"capacity": 1, "prefetch_steps": 0, "write_back_rows": 1}
     with closing(ResidentRows(client, SPEC, rates, device=device, **sizes)) as store:
-        assert train(store) == ["it is down", "it is still down"]
+        assert train(store) == ["it is down", "its disk is full"]
     assert client.written == [[0], [1], [2], [3], [4]]
 
 
 def test_gradients(client: Any) -> None:
     with closing(RemoteRows(client)) as store:
-        assert train(store) == ["it is down", "it is still down"]
+        assert train(store) == ["it is down", "its disk is full"]
     assert client.written == [[0], [1], [2], [3], [4]]
 
 
@@ -90,7 +91,7 @@ def test_a_fetch_that_followed_a_failed_push_is_made_again(client: Any) -> None:
         store.weights(rows, step=0)
         store.apply_gradients(rows, torch.ones(1, SPEC.dim), step=0)
         store.prefetch(rows, step=1)
-        for message in ("it is down", "it is still down"):
-            with pytest.raises(ShardUnavailableError, match=message):
+        for message in ("it is down", "its disk is full"):
+            with pytest.raises(WeightServerError, match=message):
                 store.flush()
         assert (store.weights(rows, step=1) == 1).all()

@@ -12,7 +12,7 @@ import numpy as np
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.core.correction import require_finite
-from weightserver.core.errors import OverloadedError, ShardUnavailableError, WrongShardError
+from weightserver.core.errors import OverloadedError, ShardUnavailableError, StorageError, WrongShardError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT, Precision
 from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy
@@ -47,7 +47,8 @@ class WriteBack:
     """A bounded queue of rows to write back. One thread writes them in order, `batch_rows` or more per write.
 
     Until a write is durable, its rows can be taken from the queue. A write that failed, and those behind it, are sent
-    again once its error was raised, if servers that return would take it: the client knows where it was applied.
+    again once its error was raised, if servers that return, or have space again, would take it: the client knows where
+    it was applied.
     """
 
     def __init__(self, client: WeightClient, *, batch_rows: int, counters: RowCounters) -> None:
@@ -135,7 +136,7 @@ class WriteBack:
         """Waits for a write, the oldest being number 0; raises its error."""
         try:
             self._writes[number][1].result()
-        except (ShardUnavailableError, OverloadedError, WrongShardError):
+        except (ShardUnavailableError, OverloadedError, WrongShardError, StorageError):
             sent, before = list(self._writes), None
             for failed in range(number, len(sent)):
                 before = self._thread.submit(self._send, sent[failed][0], before)
