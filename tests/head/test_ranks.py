@@ -205,6 +205,15 @@ def other_samplers(rank: int) -> None:
         head(Encoder().module(batch), ids).backward()
 
 
+def late_ranks(rank: int) -> None:
+    """The sampler is made as if torch.distributed had not been initialised yet: each rank would train alone."""
+    head = dense()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: False)
+        head.sampler(batch_size=BATCH_SIZE)
+    head.open()
+
+
 def one_clips(rank: int) -> None:
     encoder, head = Encoder(), dense()
     head(encoder.module(INPUTS[:1]), [rank]).backward()
@@ -324,6 +333,7 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
     other_rates: ["the learning rate of step 0 must be the same on every rank, got 0.1 to 0.2: a schedule that "] * 2,
     other_batches: ["the ranks give different batches in step 0, got 0 to 1: every rank gives the batches and "] * 2,
     other_samplers: ["the ranks announce different classes for step 0: give every rank's sampler the same arg"] * 2,
+    late_ranks: ["the head, or its sampler, was used before torch.distributed was initialised, as if this process"] * 2,
     one_clips: ["max_norm must be the same on every rank, got -1 to 1 (-1: none)"] * 2,
     one_scales: ["the ranks' losses have different scales, 0 to 1 (0: none): share one scaler's"] * 2,
     one_gives_no_rate: [

@@ -134,6 +134,11 @@ ONE_OWNER = RowOwners()
 """One rank that holds all rows."""
 
 
+def num_processes() -> int:
+    """Number of processes of torch.distributed; 1 unless that is initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def ranks_of_process(device: torch.device) -> Ranks:
     """This process among those of torch.distributed, if that is initialised; all call it, since it may make a group."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -25,7 +25,7 @@ from weightserver.core.errors import RowError
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
 from weightserver.torch.negatives import NegativeSampler
-from weightserver.torch.ranks import Ranks, RowOwners, check_same_on_all_ranks, ranks_of_process
+from weightserver.torch.ranks import Ranks, RowOwners, check_same_on_all_ranks, num_processes, ranks_of_process
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowStore
 from weightserver.torch.sampler import WindowSampler
@@ -124,9 +124,15 @@ class Table:
     # ---- opening
 
     def ranks_on(self, device: torch.device) -> Ranks:
-        """This process among those of torch.distributed; asked for once, since it may make a process group."""
+        """This process among those of torch.distributed; asked for once, since it may make a process group. Raises
+        ValueError if that was before torch.distributed was initialised."""
         if self.ranks.device != device and not self.is_open:
             self.ranks = ranks_of_process(device)
+        elif self.ranks.world_size < num_processes() and not self.is_open:
+            raise ValueError(
+                "the head, or its sampler, was used before torch.distributed was initialised, as if this process were "
+                "alone: call init_process_group() first"
+            )
         return self.ranks
 
     def connect(self, device: torch.device) -> WeightClient:
