@@ -94,6 +94,22 @@ def test_a_token_that_cannot_be_read_for_a_while_does_not_end_the_lease(
         wait_until(lambda: is_lost(first), seconds=10)
 
 
+@pytest.mark.usefixtures("make_client")
+def test_a_client_closes_although_its_token_cannot_be_read(cluster: LocalCluster) -> None:
+    is_away = False
+
+    def token() -> str:
+        if is_away:
+            raise OSError("the disk of the token is away")
+        return "secret"
+
+    with WeightClient(cluster.addresses, token=token) as client:
+        client.open_session("first")
+        is_away = True
+    with pytest.raises(ValueError, match="the client is closed"):
+        client.describe()
+
+
 def test_a_client_that_opens_its_next_session_is_refused_nothing(
     cluster: LocalCluster, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
