@@ -20,11 +20,12 @@ SPEC = TableSpec(num_rows=9, dim=2)
 
 
 class LateClient:
-    """Of a server that is away for the first write, and whose disk is full for the second; a weight is the number of
-    writes before its fetch."""
+    """Of a server that is away for the first write, and whose disk is full for the second; for the third, there is no
+    token. A weight is the number of writes before its fetch."""
 
     def __init__(self) -> None:
-        self._failures = iter([ShardUnavailableError("it is down"), StorageError("its disk is full")])
+        failures = [ShardUnavailableError("it is down"), StorageError("its disk is full"), OSError("no token")]
+        self._failures = iter(failures)
         self.written: list[list[int]] = []
 
     def require_session(self) -> None:
@@ -59,7 +60,7 @@ def train(store: RowStore) -> list[str]:
             try:
                 call()
                 return
-            except WeightServerError as error:
+            except (WeightServerError, OSError) as error:
                 errors.append(str(error))
 
     for step in range(5):
@@ -74,13 +75,13 @@ def test_rows_that_leave(client: Any) -> None:
     rates, device = LearningRates(SPEC, [0.1] * 9), torch.device("cpu")
     sizes = {"capacity": 1, "prefetch_steps": 0, "write_back_rows": 1}
     with closing(ResidentRows(client, SPEC, rates, device=device, **sizes)) as store:
-        assert train(store) == ["it is down", "its disk is full"]
+        assert train(store) == ["it is down", "its disk is full", "no token"]
     assert client.written == [[0], [1], [2], [3], [4]]
 
 
 def test_gradients(client: Any) -> None:
     with closing(RemoteRows(client)) as store:
-        assert train(store) == ["it is down", "its disk is full"]
+        assert train(store) == ["it is down", "its disk is full", "no token"]
     assert client.written == [[0], [1], [2], [3], [4]]
 
 
@@ -91,7 +92,7 @@ def test_a_fetch_that_followed_a_failed_push_is_made_again(client: Any) -> None:
         store.weights(rows, step=0)
         store.apply_gradients(rows, torch.ones(1, SPEC.dim), step=0)
         store.prefetch(rows, step=1)
-        for message in ("it is down", "its disk is full"):
-            with pytest.raises(WeightServerError, match=message):
+        for message in ("it is down", "its disk is full", "no token"):
+            with pytest.raises((WeightServerError, OSError), match=message):
                 store.flush()
         assert (store.weights(rows, step=1) == 1).all()

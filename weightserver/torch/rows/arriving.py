@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightserver import RowState, WeightClient, WeightServerError
+from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.rows.store import RowCounters
 
@@ -64,7 +64,7 @@ class ArrivingRows:
             with self._counters.waiting():
                 try:
                     state = fetch.state.result()
-                except WeightServerError:
+                except Exception:  # also of a token's own
                     fetch.state = None
                     raise
             yield fetch.slots, state

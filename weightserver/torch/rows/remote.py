@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightserver import WeightClient, WeightServerError
+from weightserver import WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.rows.store import RowCounters, RowStore
 from weightserver.torch.transfer import HostCopy, to_device
@@ -117,6 +117,6 @@ class RemoteRows(RowStore):
             return
         try:
             self._push.sending.result()
-        except WeightServerError:
+        except Exception:  # also of a token's own
             self._push.sending = self._fetched = None  # what was fetched since may lack it
             raise

@@ -134,9 +134,12 @@ class WriteBack:
 
     def _wait(self, number: int) -> None:
         """Waits for a write, the oldest being number 0; raises its error."""
+        write = self._writes[number][1]
         try:
-            self._writes[number][1].result()
-        except (ShardUnavailableError, OverloadedError, WrongShardError, StorageError):
+            write.result()
+        except (ShardUnavailableError, OverloadedError, WrongShardError, StorageError, OSError) as error:
+            if not write.done() or write.exception() is not error:
+                raise  # a signal's own
             sent, before = list(self._writes), None
             for failed in range(number, len(sent)):
                 before = self._thread.submit(self._send, sent[failed][0], before)
