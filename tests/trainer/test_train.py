@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.results import finish
+from trainer.run.claim import DirectoryClaim
+from trainer.run.directory import read_settings
 from weightserver import LocalCluster, ShardUnavailableError, WeightClient
 from weightserver.operations.certificates import write_certificates
 
@@ -174,6 +177,30 @@ def test_a_directory_on_a_full_disk_is_not_claimed(
         with pytest.raises(ValueError, match=r"cannot be used .*choose another directory"):
             train(config(data_dir, tmp_path / "run", rows="dense", steps=1))
     assert train(config(data_dir, tmp_path / "run", rows="dense", steps=1)).summary["steps"] == 1
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["a disk", "a file system without links"])
+def test_a_directory_is_claimed_as_a_whole(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed while it writes its settings has claimed nothing; nobody claims a directory twice."""
+
+    output, claimed, write = tmp_path / "run", [], Path.write_text
+
+    def watched(path: Path, text: str) -> int:
+        claimed.append((output / "config.json").exists())
+        return write(path, text)
+
+    def no_links(*_: object) -> NoReturn:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "write_text", watched)
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", no_links)
+    for expected in (contextlib.nullcontext(), pytest.raises(ValueError, match="holds another run")):
+        with expected, DirectoryClaim(small_run(output), 300, is_first=True) as claim:
+            claim.keep()
+    assert claimed == [False, True]
+    assert [path.name for path in output.iterdir()] == ["config.json"]
+    assert read_settings(output)["dim"] == 16
 
 
 @pytest.mark.guard  # seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -11,7 +12,7 @@ from trainer.config import TrainConfig
 from trainer.run.checkpoint_file import saved_steps, set_newer_aside
 from trainer.run.directory import CONFIG_FILE, METRICS_FILE, RESULT_FILES, read_metrics
 from trainer.run.resume import check_same_run, update_settings
-from weightserver.common.atomic_files import atomic_write, make_directory, sync
+from weightserver.common.atomic_files import atomic_write, make_directory, sync, write_synced
 
 
 class DirectoryClaim:
@@ -77,22 +78,36 @@ def _claim(config: TrainConfig) -> None:
             f"{config.run.output} holds {found[0] if found else 'checkpoints'} of a run whose {path.name} is missing: "
             "restore it to resume that run, or choose another --output"
         )
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         make_directory(config.run.output)
-        path.touch(exist_ok=False)
         try:
-            path.write_text(config.to_json())
-            sync(path)
+            write_synced(partial, lambda new: new.write_text(config.to_json()))
+            _rename_if_free(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        try:
             sync(config.run.output)
         except OSError:
             path.unlink()
             raise
     except OSError as error:
-        if isinstance(error, FileExistsError) and path.exists():
+        if path.exists():
             raise ValueError(f"{config.run.output} holds another run: choose another --output, or delete it") from None
         raise ValueError(
             f"--output {config.run.output} cannot be used ({error.strerror}): choose another directory"
         ) from None
+
+
+def _rename_if_free(source: Path, target: Path) -> None:
+    """Renames a file to one that does not exist, as one change. Raises FileExistsError if it does."""
+    try:
+        target.hardlink_to(source)
+    except FileExistsError:
+        raise
+    except OSError:  # the file system has no links: a kill between these two lines leaves an empty file
+        target.touch(exist_ok=False)
+        source.replace(target)
 
 
 def _forget_from(path: Path, step: int) -> None:
