@@ -9,7 +9,8 @@ import shlex
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -90,11 +91,11 @@ def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals
         _write_comparison(output, {_TRAINED: results})
     num_images = len(dataset.train_images)
     num_steps = config.optimization.num_steps(num_images)
-    records = read_metrics(output / METRICS_FILE)
+    losses = _losses(output)
     summary = {
         "steps": num_steps,
         "epochs": num_steps * config.optimization.batch_size / num_images,
-        **({"loss": records[-1]["loss"], "mean_loss": _final_losses(output)[0]} if records else {}),
+        **({"loss": losses[-1], "mean_loss": _final_losses(losses)[0]} if losses else {}),
         **asdict(totals),
         **{f"{protocol}_top1": result.top1 for protocol, result in results.items()},
         "seconds": totals.train_seconds + time.perf_counter() - started,
@@ -180,7 +181,7 @@ def warnings_of(result: TrainResult) -> list[Remark]:
     """Reasons for which the results of a run may disappoint."""
     config, num_images = result.config, len(result.dataset.train_images)
     warnings = coverage_warnings(config, num_images)
-    (last, before), chance = _final_losses(config.run.output), config.loss.chance(config.rows.num_negatives)
+    (last, before), chance = _final_losses(_losses(config.run.output)), config.loss.chance(config.rows.num_negatives)
     if last > chance - _AT_CHANCE:
         more = "--epochs" if config.optimization.steps is None else "--steps"
         advice = f"Try more {more}, a smaller --num-negatives or another --learning-rate"
@@ -195,9 +196,13 @@ def warnings_of(result: TrainResult) -> list[Remark]:
     return warnings
 
 
-def _final_losses(output: Path) -> tuple[float, float]:
+def _losses(output: Path) -> array[float]:
+    """The losses of a run's records."""
+    return array("d", (record["loss"] for record in read_metrics(output / METRICS_FILE) if "loss" in record))
+
+
+def _final_losses(losses: Sequence[float]) -> tuple[float, float]:
     """The mean losses of the last tenth of a run's records, and of the two tenths before; NaN without any."""
-    losses = [record["loss"] for record in read_metrics(output / METRICS_FILE) if "loss" in record]
     tenth = max(1, len(losses) // 10)
     last, before = losses[-tenth:], losses[-3 * tenth : -tenth]
     return statistics.fmean(last or [math.nan]), statistics.fmean(before or [math.nan])
@@ -244,7 +249,7 @@ def _gaps(summary: dict[str, Any]) -> str:
 
 def _difference(name: str, other: Path, output: Path, compared: Results) -> str:
     """How another run's final loss and accuracy differ from those of the run in `output`."""
-    (loss, _), (other_loss, _) = _final_losses(output), _final_losses(other)
+    (loss, _), (other_loss, _) = (_final_losses(_losses(run)) for run in (output, other))
     gains = (
         f"{TITLES[protocol]} {compared[_TRAINED][protocol].top1 - result.top1:+.1f} points"
         for protocol, result in compared.get(name, {}).items()

@@ -14,7 +14,7 @@ from trainer.run.plot import draw_training
 
 def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 7}\n{"step": 20, "lo')
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 7}]
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{"step": 0, "loss": 7}]
     assert draw_training(tmp_path / "metrics.jsonl").startswith(b"\x89PNG")
 
 

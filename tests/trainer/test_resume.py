@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -575,6 +576,18 @@ def test_only_rank_0_needs_the_runs_directory(tmp_path: Path) -> None:
         once = run(*settings.split(), "--resume", "auto", "--servers", ",".join(cluster.addresses))
         assert run("--resume", "--resume-step", "10") == once
     assert not list((tmp_path / "1").iterdir())
+
+
+def test_records_of_a_long_run_take_little_memory(tmp_path: Path) -> None:
+    records = tmp_path / "metrics.jsonl"
+    record = {"step": 0, "loss": 7.1} | {f"monitor_{number}": 0.1 + number for number in range(30)}
+    records.write_text((json.dumps(record) + "\n") * 2_000)
+    tracemalloc.start()
+    try:
+        DirectoryClaim(small_run(tmp_path), 300, is_first=True).prepare(1, NUM_STEPS)
+        assert tracemalloc.get_traced_memory()[1] < records.stat().st_size / 2
+    finally:
+        tracemalloc.stop()
 
 
 def test_records_that_a_run_repeats_are_removed(tmp_path: Path) -> None:

@@ -50,13 +50,17 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
         ValueError: no run, one without a single record, or a broken file.
     """
     config, summary = read_settings(run), read_summary(run)
-    records = [record for record in read_metrics(run / METRICS_FILE) if "step" in record and "loss" in record]
-    if not records:
+    last, accuracies = dict[str, Any](), list[float]()
+    for record in read_metrics(run / METRICS_FILE):
+        if "step" in record and "loss" in record:
+            last = record
+            accuracies += [record["knn_top1"]] if "knn_top1" in record else []
+    if not last:
         raise ValueError(f"{run / 'metrics.jsonl'} has no records yet: wait for the run's first one")
     inspection, source, reason = _inspection(run, data_dir, bank)
-    done, last = records[-1]["step"] + 1, records[-1]
+    done = last["step"] + 1
     results = dict(summary) or {"steps": done, "loss": last["loss"]}
-    if not summary and (accuracies := [record["knn_top1"] for record in records if "knn_top1" in record]):
+    if not summary and accuracies:
         results["knn_top1"] = accuracies[-1]
     return _TEMPLATES.get_template("report.html").render(
         name=run.resolve().name,

@@ -112,6 +112,10 @@ def _rename_if_free(source: Path, target: Path) -> None:
 
 def _forget_from(path: Path, step: int) -> None:
     """Removes the records of `step` and later from a metrics.jsonl, and a record that was cut off."""
-    records = read_metrics(path) if path.exists() else []
-    kept = "".join(json.dumps(record) + "\n" for record in records if record["step"] < step)
-    atomic_write(path, lambda new: new.write_text(kept))
+    records = read_metrics(path) if path.exists() else iter(())
+
+    def write(new: Path) -> None:
+        with new.open("w") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records if record["step"] < step)
+
+    atomic_write(path, write)

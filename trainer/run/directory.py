@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,27 +75,27 @@ def read_summary(run: Path) -> dict[str, Any]:
         ) from None
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, in order; a last line that a crash cut off is ignored.
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl one by one, in order; a last line that a crash cut off is ignored.
 
     Raises:
         ValueError: the file is missing, or a line is not a JSON object.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.open()
     except OSError as error:
         raise ValueError(f"cannot read {path} ({error.strerror}): give a run's metrics.jsonl") from error
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from error
-        if not isinstance(records[-1], dict):
-            raise ValueError(f"{path}, line {number} is not a record: give a run's metrics.jsonl")
-    return records
+    with lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                if next(lines, None) is None:
+                    return
+                raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number} is not a record: give a run's metrics.jsonl")
+            yield record
 
 
 def read_encoder(run: Path, checkpoint: str = "") -> tuple[nn.Module, EncoderConfig]:

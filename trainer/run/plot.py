@@ -55,7 +55,11 @@ def draw_training(
 
 
 def _records(metrics: Path) -> list[dict[str, Any]]:
-    return [record for record in read_metrics(metrics) if "loss" in record]
+    """The records with a loss, and what is drawn of each: there may be millions."""
+    drawn = ("step", "loss", _ACCURACY, _INITIAL_ACCURACY)
+    return [
+        {key: record[key] for key in drawn if key in record} for record in read_metrics(metrics) if "loss" in record
+    ]
 
 
 def _draw_loss(

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -115,7 +116,7 @@ class Recorder:
         if config.report.wandb_project:
             self._sinks.append(enter(weights_and_biases(config, config.report.wandb_project)))
         self._progress = enter(counting("", self._num_steps, done=start_step))
-        for record in read_metrics(config.run.output / METRICS_FILE)[-1:]:  # of the part before
+        for record in deque(read_metrics(config.run.output / METRICS_FILE), maxlen=1):  # of the part before
             self._show(record)
         self._sinks.append(self._show)
 
