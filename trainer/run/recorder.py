@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -12,13 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from trainer.config import TrainConfig
 from trainer.display import counting, notify
 from trainer.display import stage as shown_stage
 from trainer.run.directory import METRICS_FILE, read_metrics
 from trainer.run.prometheus import PAUSE, STAGES, TrainerMetrics
+from trainer.run.record_files import events_of, lines_of
 from trainer.run.weights_and_biases import weights_and_biases
 from weightserver.common.stages import StageClock
 from weightserver.torch import Ranks, RowCounters
@@ -105,14 +103,10 @@ class Recorder:
 
     def _open_outputs(self, start_step: int) -> None:
         config, enter = self._config, self._stack.enter_context
-        lines = enter((config.run.output / METRICS_FILE).open("a", buffering=1))  # each line is written at once
-        board = enter(SummaryWriter(str(config.run.output / "tensorboard"), purge_step=start_step))
-
-        def to_board(record: dict[str, Any]) -> None:
-            for name in record.keys() - {"step"}:
-                board.add_scalar(name, record[name], record["step"])
-
-        self._sinks = [lambda record: lines.write(json.dumps(record) + "\n"), to_board]
+        self._sinks = [
+            lines_of(config.run.output / METRICS_FILE, self._stack),
+            events_of(config.run.output / "tensorboard", start_step, self._stack),
+        ]
         if config.report.wandb_project:
             self._sinks.append(enter(weights_and_biases(config, config.report.wandb_project)))
         self._progress = enter(counting("", self._num_steps, done=start_step))
