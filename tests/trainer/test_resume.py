@@ -497,6 +497,23 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
     assert_same(tmp_path / "run", undisturbed)
 
 
+def test_a_start_that_failed_does_not_fix_the_settings_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run(tmp_path / "run", steps=1, num_shards=1, encoder=ONLY_ROWS)
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightClient, "checkpoint", fail)
+        with pytest.raises(OSError, match="power"):
+            train(run)
+    assert train(run.with_settings(dim=8)).summary["steps"] == 1
+    (tmp_path / "run/config.json").unlink()
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    for name in ("metrics.jsonl", "summary.json", "encoder.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(ValueError, match="hold the rows of run 'run' up to step 1"):
+        train(run)
+
+
 @pytest.mark.guard
 def test_rows_of_a_file_that_cannot_be_read_for_a_moment_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
