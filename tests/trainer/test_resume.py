@@ -505,6 +505,11 @@ def test_a_start_that_failed_does_not_fix_the_settings_of_the_next(
         patched.setattr(WeightClient, "checkpoint", fail)
         with pytest.raises(OSError, match="power"):
             train(run)
+    with pytest.raises(ValueError, match=r"servers holds 1 shards: give --num-shards 1"):
+        train(run.with_settings(num_shards=2))
+    (tmp_path / "killed/servers/shard-0").mkdir(parents=True)  # in its first start, between two shards
+    (tmp_path / "killed/servers/cluster.json").write_text('{"num_shards": 2, "finished": false}\n')
+    assert train(run.with_settings(num_shards=2, output=tmp_path / "killed")).summary["steps"] == 1
     assert train(run.with_settings(dim=8)).summary["steps"] == 1
     (tmp_path / "run/config.json").unlink()
     shutil.rmtree(tmp_path / "run/checkpoints")

@@ -11,7 +11,7 @@ from typing import Self
 from trainer.config import TrainConfig
 from trainer.run.checkpoint_file import saved_steps, set_newer_aside
 from trainer.run.directory import CONFIG_FILE, METRICS_FILE, RESULT_FILES, read_metrics
-from trainer.run.resume import check_same_run, update_settings
+from trainer.run.resume import check_local_servers, check_same_run, update_settings
 from weightserver.common.atomic_files import atomic_write, make_directory, sync, write_synced
 
 
@@ -70,6 +70,7 @@ class DirectoryClaim:
 
 def _claim(config: TrainConfig) -> None:
     """Creates the run's directory and writes config.json."""
+    check_local_servers(config)
     path = config.run.output / CONFIG_FILE
     files = [config.run.output / name for name in (METRICS_FILE, *RESULT_FILES)]
     found = [file.name for file in files if file.exists()]

@@ -64,9 +64,7 @@ def check_same_run(config: TrainConfig, num_images: int) -> None:
     """Raises ValueError unless the run in config.run.output is the one that `config` describes, at least as long."""
     if not (config.run.output / CONFIG_FILE).exists():
         raise ValueError(f"{config.run.output} holds no run to resume: omit --resume, or give another --output")
-    num_local = len(list((config.run.output / "servers").glob("shard-*/")))
-    if not config.servers.servers and num_local not in (0, config.servers.num_shards):
-        raise ValueError(f"{config.run.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
+    check_local_servers(config)
     wanted = json.loads(config.to_json())
     run = run_settings(config.run.output)
     if run.rows.rows == "dense":
@@ -86,6 +84,17 @@ def check_same_run(config: TrainConfig, num_images: int) -> None:
                 f"--resume resumes the run in {config.run.output}, whose {flag(name)} is {before}, not {now}: "
                 "give the same settings"
             )
+
+
+def check_local_servers(config: TrainConfig) -> None:
+    """Raises ValueError if the run's directory holds another number of local weight servers."""
+    servers, num_shards = config.run.output / "servers", config.servers.num_shards
+    num_local = len(list(servers.glob("shard-*/")))
+    if config.rows.rows == "dense" or config.servers.servers or num_local in (0, num_shards):
+        return
+    begun, marker = json.dumps({"num_shards": num_shards, "finished": False}), servers / "cluster.json"
+    if not (num_local < num_shards and marker.exists() and marker.read_text().strip() == begun):  # else it goes on
+        raise ValueError(f"{servers} holds {num_local} shards: give --num-shards {num_local}")
 
 
 def _check_length(config: TrainConfig, stored: TrainConfig, num_images: int) -> None:
