@@ -153,7 +153,7 @@ def test_a_gradient_that_is_infinite_names_its_class(make_head: MakeHead, embedd
     head = make_head()
     before = head.rows(range(NUM_CLASSES))
     (head(embeddings, [3, 3, 3, 3]) * float("inf")).backward()
-    with pytest.raises(ValueError, match=r"the gradient of class 3 is infinite or NaN in step 0, nothing was updated"):
+    with pytest.raises(ValueError, match=r"class 3 is infinite or NaN in step 0, .* --learning-rate\), or skip"):
         head.step(0.0)
     head.skip(0.0)
     assert torch.equal(head.rows(range(NUM_CLASSES)), before)

@@ -516,8 +516,8 @@ class ClassifierHead(nn.Module):
         if agreement.found and scaled is None:
             whose = "of the encoder or of another rank" if bad is None else f"of class {bad}"
             raise ValueError(
-                f"the gradient {whose} is infinite or NaN in step {step.number}, nothing was updated: skip() the step, "
-                "or lower the learning rate"
+                f"the gradient {whose} is infinite or NaN in step {step.number}, nothing was updated: lower the "
+                "learning rate (the trainer's --learning-rate), or skip() the step in a loop of your own"
             )
         if agreement.found:
             self._steps.finish(step, step.no_gradients())
