@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -119,7 +120,7 @@ class LocalCluster(Closing):
             return
         for process in self.processes:
             if process.poll() is None:
-                process.terminate()
+                process.send_signal(signal.SIGINT)
         for process in self.processes:
             self._stop(process)
         for port in itertools.chain(*self._reserved_ports):
@@ -186,6 +187,7 @@ class LocalCluster(Closing):
         return announced["address"], announced["metrics_address"]
 
     def _stop(self, process: subprocess.Popen[str]) -> None:
+        process.send_signal(signal.SIGINT)  # --ignore-sigterm may be among the options
         end_process(process, seconds=_STOP_SECONDS)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:

@@ -77,10 +77,13 @@ class _Stop:
         self.is_serving = False
         """Whether a request lets the shard drain first."""
 
-    def follow(self, *, parent: bool) -> None:
-        """Listens for signals from now on, and with `parent` for the end of the parent process, which closes stdin."""
+    def follow(self, *, parent: bool, sigterm: bool) -> None:
+        """Listens from now on for SIGINT, with `sigterm` for that too, and with `parent` for the end of the parent
+        process, which closes stdin."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self._request(128 + number))
+        if not sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if parent:
             threading.Thread(target=self._follow_parent, name="parent", daemon=True).start()
 
@@ -121,7 +124,7 @@ def serve(config: ServerConfig) -> None:
     """
     _check_streams(config)
     stop = _Stop()
-    stop.follow(parent=config.stop_with_parent)
+    stop.follow(parent=config.stop_with_parent, sigterm=not config.ignore_sigterm)
     faulthandler.enable(file=2, all_threads=False)  # a data file that is cut short ends the process by SIGBUS
     keep_large_buffers()
     _allow_many_connections()

@@ -157,7 +157,10 @@ class Table:
             return addresses
         if ranks.local_world_size < ranks.world_size:
             raise ValueError("ranks on several machines need weight servers that all of them reach: give servers")
-        return self._stack.enter_context(LocalCluster(self.servers.num_shards, self._directory)).addresses
+        # who stops this process may send SIGTERM to all of its control group: a checkpoint still needs the servers
+        options = ["--ignore-sigterm"]
+        cluster = LocalCluster(self.servers.num_shards, self._directory, serve_options=options)
+        return self._stack.enter_context(cluster).addresses
 
     def open(
         self,
