@@ -8,11 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
 
 import pytest
 
 from tests.helpers.small_run import losses, small_run
 from trainer.loop import train
+from trainer.run.weights_and_biases import weights_and_biases
 
 needs_wandb = pytest.mark.skipif(
     importlib.util.find_spec("wandb") is None, reason="the optional package wandb is not installed: make test-all does"
@@ -24,6 +27,20 @@ def test_a_missing_package_gives_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"--wandb-project needs the package wandb: pip install"):
         train(small_run(tmp_path / "run", wandb_project="pic"))
+
+
+def test_a_kill_leaves_no_empty_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one, each part of the run would have a log of its own."""
+
+    def killed(path: Path, _: str) -> NoReturn:
+        path.touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt), weights_and_biases(small_run(tmp_path), "pic"):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

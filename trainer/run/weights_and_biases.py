@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainer.config import TrainConfig
+from weightserver.common.atomic_files import atomic_write
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def weights_and_biases(config: TrainConfig, project: str) -> Iterator[Callable[[
 
     known = config.run.output / "wandb-id"
     if not known.exists():
-        known.write_text(secrets.token_hex(8) + "\n")
+        atomic_write(known, lambda path: path.write_text(secrets.token_hex(8) + "\n"))
     try:
         run = wandb.init(
             project=project,
