@@ -40,7 +40,7 @@ from trainer.run.claim import DirectoryClaim
 from trainer.run.directory import read_encoder, read_settings, read_summary
 from trainer.run.recorder import Recorder
 from trainer.stopping import Interrupted
-from weightserver import FencedError, LocalCluster, SessionInUseError, WeightClient
+from weightserver import FencedError, LocalCluster, SessionInUseError, WeightClient, WeightServerError
 from weightserver.client.connection import ShardConnection
 from weightserver.common import processes
 from weightserver.common.atomic_files import sync
@@ -511,7 +511,11 @@ def test_a_start_that_failed_does_not_fix_the_settings_of_the_next(
         train(run.with_settings(num_shards=2))
     (tmp_path / "killed/servers/shard-0").mkdir(parents=True)  # in its first start, between two shards
     (tmp_path / "killed/servers/cluster.json").write_text('{"num_shards": 2, "finished": false}\n')
-    assert train(run.with_settings(num_shards=2, output=tmp_path / "killed")).summary["steps"] == 1
+    killed = run.with_settings(num_shards=2, output=tmp_path / "killed")
+    assert train(killed).summary["steps"] == 1
+    shutil.rmtree(tmp_path / "killed/servers/shard-1")  # it was not copied with the run
+    with pytest.raises(WeightServerError, match=r"shard 1 did not start: .*shard-1 .*is its disk mounted"):
+        train(killed.with_settings(resume=True))
     assert train(run.with_settings(dim=8)).summary["steps"] == 1
     (tmp_path / "run/config.json").unlink()
     shutil.rmtree(tmp_path / "run/checkpoints")

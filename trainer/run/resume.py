@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -88,13 +89,14 @@ def check_same_run(config: TrainConfig, num_images: int) -> None:
 
 def check_local_servers(config: TrainConfig) -> None:
     """Raises ValueError if the run's directory holds another number of local weight servers."""
-    servers, num_shards = config.run.output / "servers", config.servers.num_shards
-    num_local = len(list(servers.glob("shard-*/")))
-    if config.rows.rows == "dense" or config.servers.servers or num_local in (0, num_shards):
+    servers = config.run.output / "servers"
+    found = {len(list(servers.glob("shard-*/")))}
+    if config.rows.rows == "dense" or config.servers.servers or found == {0}:
         return
-    begun, marker = json.dumps({"num_shards": num_shards, "finished": False}), servers / "cluster.json"
-    if not (num_local < num_shards and marker.exists() and marker.read_text().strip() == begun):  # else it goes on
-        raise ValueError(f"{servers} holds {num_local} shards: give --num-shards {num_local}")
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        found.add(json.loads((servers / "cluster.json").read_text())["num_shards"])  # also of shards that are missing
+    if config.servers.num_shards not in found:
+        raise ValueError(f"{servers} holds {max(found)} shards: give --num-shards {max(found)}")
 
 
 def _check_length(config: TrainConfig, stored: TrainConfig, num_images: int) -> None:

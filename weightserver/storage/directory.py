@@ -149,7 +149,7 @@ class OwnerLock:
             if time.monotonic() >= deadline:
                 os.close(descriptor)
                 raise StorageError(
-                    f"{directory} is served by another process: stop that one, or give this one a --data-dir of its own"
+                    f"{directory} is served by another process, perhaps a run: stop it, or use another directory"
                 )
             time.sleep(0.05)
         self._descriptor = descriptor
