@@ -35,7 +35,7 @@ from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_r
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.checkpoint_file import HEAD, checkpoint_name, saved_steps
+from trainer.run.checkpoint_file import HEAD, checkpoint_name, saved_steps, set_newer_aside
 from trainer.run.claim import DirectoryClaim
 from trainer.run.directory import read_encoder, read_settings, read_summary
 from trainer.run.recorder import Recorder
@@ -604,6 +604,21 @@ def test_only_rank_0_needs_the_runs_directory(tmp_path: Path) -> None:
         once = run(*settings.split(), "--resume", "auto", "--servers", ",".join(cluster.addresses))
         assert run("--resume", "--resume-step", "10") == once
     assert not list((tmp_path / "1").iterdir())
+
+
+def test_results_are_set_aside_on_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To which checkpoints/ may be a link."""
+
+    def across(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    summary = tmp_path / "summary.json"
+    summary.write_text("{}")
+    monkeypatch.setattr(os, "rename", across)
+    set_newer_aside(tmp_path / "checkpoints", 5, [summary], tmp_path / "metrics.jsonl")
+    (aside,) = (tmp_path / "checkpoints").iterdir()
+    assert [path.read_text() for path in aside.iterdir()] == ["{}"]
+    assert not summary.exists()
 
 
 def test_records_of_a_long_run_take_little_memory(tmp_path: Path) -> None:

@@ -221,7 +221,12 @@ def set_aside(directory: Path, moved: Sequence[Path], copied: Sequence[Path] = (
         shutil.copy2(path, aside)
         sync(aside / path.name)
     for path in moved:
-        path.rename(aside / path.name)
+        try:
+            path.rename(aside / path.name)
+        except OSError:  # checkpoints/ may be a link to another disk
+            shutil.copy2(path, aside)
+            sync(aside / path.name)
+            path.unlink()
     for changed in {aside, directory, *(path.parent for path in moved)}:
         sync(changed)
     names = ", ".join(path.name for path in [*moved, *copied])
