@@ -94,7 +94,9 @@ def _claim(config: TrainConfig) -> None:
             raise
     except OSError as error:
         if path.exists():
-            raise ValueError(f"{config.run.output} holds another run: choose another --output, or delete it") from None
+            raise ValueError(
+                f"{config.run.output} holds another run: choose another --output, delete it, or continue it by --resume"
+            ) from None
         raise ValueError(
             f"--output {config.run.output} cannot be used ({error.strerror}): choose another directory"
         ) from None

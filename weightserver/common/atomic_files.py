@@ -105,10 +105,12 @@ def make_directory(directory: Path, *, mode: int = 0o777) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's contents, or a directory's entries, survive a power loss."""
+    """Makes a file's contents, or a directory's entries, survive a power loss. What fails names the path."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
 
