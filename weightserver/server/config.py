@@ -44,7 +44,9 @@ class ServerConfig:
     """Format of the log, one line per event; an option of every command."""
     announce: bool = option("print the addresses as one JSON line on stdout once serving", False)
     stop_with_parent: bool = option("stop when stdin is closed, as when the parent process dies", False)
-    ignore_sigterm: bool = option("go on after SIGTERM, which the parent gets too and still needs the shard", False)
+    ignore_sigterm: bool = option(
+        "go on after SIGTERM while the parent lives, which may get it too and need the shard", False
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards <= MAX_SHARDS:

@@ -78,12 +78,16 @@ class _Stop:
         """Whether a request lets the shard drain first."""
 
     def follow(self, *, parent: bool, sigterm: bool) -> None:
-        """Listens from now on for SIGINT, with `sigterm` for that too, and with `parent` for the end of the parent
-        process, which closes stdin."""
+        """Listens from now on for SIGINT, for SIGTERM, without `sigterm` only once the parent process is gone, and with
+        `parent` for its end, which closes stdin."""
+        parent_id = os.getppid()
+
+        def handle(number: int, _: object) -> None:
+            if sigterm or number != signal.SIGTERM or os.getppid() != parent_id:
+                self._request(128 + number)
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: self._request(128 + number))
-        if not sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(number, handle)
         if parent:
             threading.Thread(target=self._follow_parent, name="parent", daemon=True).start()
 
