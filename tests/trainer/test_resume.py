@@ -489,8 +489,7 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
             patched.setattr(trainer.run.checkpoint, "save_file", fill)
             with pytest.raises(OSError, match=r"step-000000000000\..*partial cannot be written \(no space\)"):
                 train(run)
-        left = [path.name for path in tmp_path.glob("run/checkpoints/*.partial")]
-        assert left == ["step-000000000000.begun.partial"], "no half of a file keeps the disk full"
+        assert not list(tmp_path.glob("run/checkpoints/*.partial")), "no half of a file keeps the disk full"
         with monkeypatch.context() as patched:
             patched.setattr(Ranks, "barrier", lose_a_rank)
             with pytest.raises(RuntimeError, match="closed by peer"):
