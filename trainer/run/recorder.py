@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -9,14 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
 
 from trainer.config import TrainConfig
 from trainer.display import counting, notify
 from trainer.display import stage as shown_stage
 from trainer.run.directory import METRICS_FILE, read_metrics
 from trainer.run.prometheus import PAUSE, STAGES, TrainerMetrics
-from trainer.run.record_files import events_of, lines_of
 from trainer.run.weights_and_biases import weights_and_biases
 from weightserver.common.stages import StageClock
 from weightserver.torch import Ranks, RowCounters
@@ -53,6 +56,27 @@ class _Interval:
     def rows(self) -> dict[str, int]:
         moved = {name: getattr(self._counters, name) - self._before[name] for name in _SUMMED}
         return moved | {name: getattr(self._counters, name) for name in _HELD}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror})") from None
+
+
+def lines_of(path: Path, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
+    """A function that appends a record to a metrics.jsonl at once, until `stack` ends; its OSError names the file."""
+    lines = stack.enter_context(path.open("ab", buffering=0))
+
+    def write(record: dict[str, Any]) -> None:
+        content = json.dumps(record).encode() + b"\n"
+        with _naming(path):
+            while content:  # only a part of it may fit
+                content = content[lines.write(content) :]
+
+    return write
 
 
 class Recorder:
@@ -103,10 +127,15 @@ class Recorder:
 
     def _open_outputs(self, start_step: int) -> None:
         config, enter = self._config, self._stack.enter_context
-        self._sinks = [
-            lines_of(config.run.output / METRICS_FILE, self._stack),
-            events_of(config.run.output / "tensorboard", start_step, self._stack),
-        ]
+        events = config.run.output / "tensorboard"
+        board = enter(SummaryWriter(str(events), purge_step=start_step))
+
+        def to_board(record: dict[str, Any]) -> None:
+            with _naming(events):
+                for name in record.keys() - {"step"}:
+                    board.add_scalar(name, record[name], record["step"])
+
+        self._sinks = [lines_of(config.run.output / METRICS_FILE, self._stack), to_board]
         if config.report.wandb_project:
             self._sinks.append(enter(weights_and_biases(config, config.report.wandb_project)))
         self._progress = enter(counting("", self._num_steps, done=start_step))
