@@ -84,20 +84,30 @@ def _stored(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
 
 
 def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
-    places: dict[str, tarfile.TarInfo] = {}
+    places: dict[str, Member] = {}
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        for member in tar:
-            name = _plain(member.name)
-            target = places.get(_plain(member.linkname)) if member.islnk() else member
-            if target is not None and target.isreg() and not target.issparse():
+        for member in _headers(tar):
+            name, target = _plain(member.name), None
+            if member.isreg() and not member.issparse():
+                target = Member(member.name, member.offset_data, member.size)
+            elif member.islnk() and (linked := places.get(_plain(member.linkname))):
+                target = linked._replace(name=member.name)
+            if target:
                 places[name] = target
-                yield name, Member(member.name, target.offset_data, target.size)
+                yield name, target
             elif member.issym() or member.islnk():
-                linked = posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))
-                left_out.add(Reason.LINKED if linked in places else Reason.MISSING, f"{shown}:{member.name}")
+                other = posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))
+                left_out.add(Reason.LINKED if other in places else Reason.MISSING, f"{shown}:{member.name}")
             elif not member.isdir():
                 left_out.add(Reason.SPECIAL, f"{shown}:{member.name}")
         _check_end(file, tar.offset)
+
+
+def _headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of a tar, which would keep them all."""
+    for member in tar:
+        tar.members.clear()  # type: ignore[attr-defined]
+        yield member
 
 
 def _check_end(file: BinaryIO, offset: int) -> None:
@@ -123,7 +133,8 @@ def _of_zip(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
 
 def _plain(name: str) -> str:
     """The name of a member as a path below the archive."""
-    return posixpath.normpath(name).lstrip("/")
+    plain = posixpath.normpath(name).lstrip("/")
+    return name if name == plain else plain  # mostly the same: kept once
 
 
 def version(path: Path) -> tuple[str, int, int]:
@@ -230,16 +241,15 @@ def _label(path: Path, shown: str, beside: Mapping[str, Member], label_key: str 
 def are_shards(tars: Sequence[Path]) -> bool:
     """Whether tars hold samples: the first one has other files beside images, or they are numbered 0000, 0001, …"""
     numbered = [_NUMBERED.fullmatch(path.stem) for path in tars]
-    kinds: dict[str, set[bool]] = {}
+    kinds: dict[str, bool] = {}
     are_samples, has_pairs = any(numbered), False
     try:
         with tarfile.open(tars[0], "r:") as tar:
-            for member in tar:  # the labels may come last
+            for member in _headers(tar):  # the labels may come last
                 key, _ = _key(_plain(member.name))
                 if member.isfile() and not posixpath.basename(key).startswith("."):
-                    kind = kinds.setdefault(key, set())
-                    kind.add(is_image(member.name))
-                    has_pairs = has_pairs or len(kind) == 2
+                    kind = is_image(member.name)
+                    has_pairs = has_pairs or kinds.setdefault(key, kind) != kind
                     # what lies beside the images of folders, as .txt or .xml, makes no samples
                     in_no_folder = is_image(member.name) and key.startswith("/")
                     are_samples = are_samples or in_no_folder or member.name.endswith(".cls")

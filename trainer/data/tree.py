@@ -132,14 +132,18 @@ class Walk:
         here = Folder(name, self._left_out)
         with os.scandir(path or self._root) as found:
             children = sorted(found, key=lambda child: child.name)
-        shown = [child for child in children if not _is_hidden(child.name)]
-        names = {child.name for child in shown}
-        tars = dict.fromkeys(child for child in shown if _is_tar(child))  # of many, one is soon found
+        names = {child.name for child in children if not _is_hidden(child.name)}
+        found_tars = (child for child in children if child.name in names and _is_tar(child))
+        tars = dict.fromkeys(found_tars)  # of many, one is soon found
         shards = bool(tars) and self._are_shards([*tars])
         self.has_tars = self.has_tars or bool(tars) or _NUMBER.fullmatch(name) is not None
         splits = self._splits_of([*tars]) if shards else {}
-        alone = len(tars) == 1 and not any(is_folder(child) or is_image(child.name) for child in shown)
-        for child in children:
+        alone = len(tars) == 1 and not any(
+            is_folder(child) or is_image(child.name) for child in children if child.name in names
+        )
+        children.reverse()
+        while children:
+            child = children.pop()  # so that the status that it keeps is soon gone
             if _is_hidden(child.name):
                 self._leave_out(Reason.HIDDEN, child, _num_files(child))
             elif is_folder(child):
@@ -158,8 +162,8 @@ class Walk:
                 else:
                     here.add(self._relative(child))
         if self._options.tars != "classes" and here.loose and _NUMBER.fullmatch(name):
-            texts = {child.name.rpartition(".")[0] for child in shown if child.name.endswith((".json", ".txt"))}
-            here.own = all(child.name.rpartition(".")[0] in texts for child in shown if is_image(child.name))
+            texts = {name.rpartition(".")[0] for name in names if name.endswith((".json", ".txt"))}
+            here.own = all(name.rpartition(".")[0] in texts for name in names if is_image(name))
             if here.own:
                 self.notes.append("its numbered folders are shards of samples: --tars classes takes each for a class")
         return here
@@ -265,14 +269,18 @@ def add_archive(
             here.add(shown, member.name, offset=member.offset, length=member.length, label=label)
         return
     if tree:
-        found = dict(sorted(found.items(), key=lambda one: one[0].split("/")))
-    images = [(name.split("/"), member) for name, member in images_in(path, shown, found, left_out)]
-    in_folders = tree or _are_in_turn([parts[:-1] for parts, _ in images])
-    for parts, member in images:
+        found = dict(sorted(found.items(), key=lambda one: one[0].replace("/", "\0")))
+    images = dict(images_in(path, shown, found, left_out))
+    in_folders = tree or _are_in_turn([above for above, _ in itertools.groupby(map(_above, images))])
+    for name, member in images.items():
         into = here
-        for part in parts[:-1] if in_folders else ():
+        for part in _above(name) if in_folders else ():
             into = into.folder(part)
         into.add(shown, member.name, offset=member.offset, length=member.length)
+
+
+def _above(name: str) -> list[str]:
+    return name.split("/")[:-1]
 
 
 def _are_in_turn(folders: list[list[str]]) -> bool:

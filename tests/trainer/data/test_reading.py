@@ -249,6 +249,18 @@ def test_a_listing_takes_little_more_memory_than_its_lines(tmp_path: Path, monke
     assert (peaks[1] - peaks[0]) / 3_000 < 2 * 16, peaks
 
 
+def test_a_flat_folder_and_a_large_tar_take_little_memory_for_each_file(tmp_path: Path) -> None:
+    number = 3_000
+    names = [f"class/{image:06d}.jpg" for image in range(number)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    tar = write_tar(tmp_path / "one.tar", dict.fromkeys(names, b"x"))
+    assert peak_memory(partial(read_source, tmp_path / "class")) / number < 500
+    end = 1 << 20  # of the tar, which is read at once
+    assert (peak_memory(partial(read_source, tar)) - end) / number < 500
+
+
 def test_members_of_tars_obey_the_rules_of_folders(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", {"1.jpg": jpeg(1), "._1.jpg": b"x", "notes.txt": b"x", "bare": jpeg(2), "0.jpg": b""})
     with tarfile.open(tmp_path / "a.tar", "a") as tar:
