@@ -8,12 +8,15 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from xxhash import xxh3_128_digest
+
 from trainer.data.config import SourceOptions
-from trainer.data.label_texts import label_text
+from trainer.data.label_texts import check_text, label_text
 from trainer.data.left_out import LeftOut, Reason, is_image, quoted
 from trainer.data.tables import IN_TABLE, mark, open_table, splits_of
 from trainer.data.tree import Folder
@@ -61,13 +64,12 @@ def add_list(folder: Folder, source: Path, options: SourceOptions, left_out: Lef
     Raises:
         ValueError: a line that cannot be read, or no path that exists.
     """
-    kind, lines, notes = _lines(source, options)
-    if any(line.label for line in lines) and (without := next((line for line in lines if line.label is None), None)):
-        raise ValueError(
-            f"{source}, {without.where}: no label: give all images a label, or none; an image without one has the "
-            "label -1"
-        )
-    return kind, [*notes, *_add_paths(folder, source, source.name, lines, left_out, dict[str, str]())]
+    with source.open("rb") as content:
+        start = content.read(4096)
+    with source.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        kind, lines, notes = _lines(source, start, file, options)
+        lines = _labelled_alike(source, lines)
+        return kind, [*notes, *_add_paths(folder, source, source.name, lines, left_out, dict[bytes, str]())]
 
 
 def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOptions, left_out: LeftOut) -> list[str]:
@@ -79,7 +81,7 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
     Raises:
         ValueError: a table that cannot be read, or has no column of images; tables of several data sets.
     """
-    notes, known = [], dict[str, str]()
+    notes, known = [], dict[bytes, str]()
     for shown, split in zip(tables, splits_of(tables), strict=True):
         folder, path = top.folder(split) if split else top, root / shown
         offset = mark(path)  # before its rows are read: a table that is rewritten meanwhile is another one
@@ -92,7 +94,7 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
             names = columns.in_pattern or [columns.image]
             rows = zip(*map(table.values, names), strict=True)
             paths = (columns.path(dict(zip(names, row, strict=True))) for row in rows)
-            lines = list(map(_Line, (f"row {row}" for row in itertools.count()), paths, labels))
+            lines = map(_Line, (f"row {row}" for row in itertools.count()), paths, labels)
             notes += _add_paths(folder, path, shown, lines, left_out, known)
         else:
             for row, label in enumerate(labels):
@@ -101,30 +103,36 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
 
 
 def _add_paths(
-    folder: Folder, source: Path, shown: str, lines: Sequence[_Line], left_out: LeftOut, known: dict[str, str]
+    folder: Folder, source: Path, shown: str, lines: Iterable[_Line], left_out: LeftOut, known: dict[bytes, str]
 ) -> Iterator[str]:
     """Adds images by their paths, which are relative to the list or table, each once; yields a line if some do
     not exist.
 
     Args:
         shown: the list's own path, relative to the source's folder.
-        known: labels by path of the images that were added already, and are from now on.
+        known: labels by a digest of the path of the images that were added already, and are from now on.
 
     Raises:
-        ValueError: no path exists.
+        ValueError: no path exists, or one that no file can have.
     """
-    paths = list[str]()
+    before, step, sought = len(known), 1, list[str]()
     for line in lines:
-        path, label = _plain_path(line.path, source.parent), " ".join((line.label or "").split())
+        path, label = _plain_path(line.path, source.parent), sys.intern(" ".join((line.label or "").split()))
+        check_text(path, f"{source}, {line.where}")
+        if "\0" in path:
+            raise ValueError(f"{source}, {line.where}: {quoted(repr(path))} is no path: remove the zero byte")
         if not path:
             left_out.add(Reason.NO_PATH, f"{shown}, {line.where}")
-        elif (key := str(source.parent / path)) in known:
+        elif (key := xxh3_128_digest(os.fsencode(source.parent / path))) in known:
             left_out.add(Reason.REPEATED if known[key] == label else Reason.CONTRADICTED, quoted(path))
         else:
+            if (len(known) - before) % step == 0:
+                sought.append(path)
+                if len(sought) > _SOUGHT:  # of a list of unknown length: every second from now on
+                    sought, step = sought[::2], 2 * step
             known[key] = label
-            paths.append(path)
             folder.add(os.path.join(os.path.dirname(shown), path), label=label)
-    sought = paths[:: -(-len(paths) // _SOUGHT) or 1]
+    added = len(known) - before
     missing = [path for path in sought if not os.path.exists(source.parent / path)]
     first = f"first {quoted(missing[0])}" if missing else ""
     if missing and len(missing) == len(sought):
@@ -133,9 +141,9 @@ def _add_paths(
             "the list's folder; --image-column 'train/{id}.jpg' makes them of a column"
         )
     if missing:
-        number = f"{len(missing):,} of {len(paths):,}"
-        if len(sought) < len(paths):
-            number = f"about {len(missing) * len(paths) // len(sought):,} of {len(paths):,}"
+        number = f"{len(missing):,} of {added:,}"
+        if len(sought) < added:
+            number = f"about {len(missing) * added // len(sought):,} of {added:,}"
         yield f"{number} images do not exist, {first}: they count as broken (--max-broken)"
 
 
@@ -144,59 +152,81 @@ def _plain_path(path: str, root: Path) -> str:
     return path.replace("\\", "/") if "\\" in path and not os.path.exists(root / path) else path
 
 
-def _lines(source: Path, options: SourceOptions) -> tuple[str, list[_Line], list[str]]:
-    """The kind of a list, its lines, and lines for people."""
-    with source.open("rb") as file:
-        start = file.read(4096)
+def _labelled_alike(source: Path, lines: Iterable[_Line]) -> Iterator[_Line]:
+    """The lines; raises ValueError once some have a label, and others no place for one."""
+    labelled, without = False, ""
+    for line in lines:
+        labelled = labelled or bool(line.label)
+        without = without or ("" if line.label is not None else line.where)
+        if labelled and without:
+            raise ValueError(
+                f"{source}, {without}: no label: give all images a label, or none; an image without one has the "
+                "label -1"
+            )
+        yield line
+
+
+def _lines(source: Path, start: bytes, file: TextIO, options: SourceOptions) -> tuple[str, Iterator[_Line], list[str]]:
+    """The kind of a list that begins with `start`, its lines, which are read one by one, and lines for people."""
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(f"{source} is text in UTF-16: save it in UTF-8")
     if b"\0" in start:
         raise ValueError(
             f"{source} is no list of images: give a folder, a tar, a zip, or a list as text, CSV, JSON or JSON lines"
         )
-    with source.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        if found := re.match(rb"(?:\xef\xbb\xbf)?\s*(\[\s*)?{", start):
-            kind, rows = ("JSON", _json_array(source, file)) if found[1] else ("JSON lines", _json_lines(source, file))
-            names = dict.fromkeys(name for _, row in rows for name in row)
-            return kind, *_of_columns(source, [*names], rows, options)
-        if source.suffix.lower() in (".csv", ".tsv") or options.image_column:
-            return "CSV", *_of_columns(source, *_csv_rows(source, file, options), options)
-        return "a list", list(_text_lines(source, file)), []
+    if found := re.match(rb"(?:\xef\xbb\xbf)?\s*(\[\s*)?{", start):
+        if found[1]:
+            array = _json_array(source, file)
+            names, rows = dict.fromkeys(name for _, row in array for name in row), iter(array)
+        else:
+            names = dict.fromkeys(name for _, row in _json_lines(source, file) for name in row)
+            file.seek(0)
+            rows = _json_lines(source, file)
+        return "JSON" if found[1] else "JSON lines", *_of_columns(source, [*names], rows, options)
+    if source.suffix.lower() in (".csv", ".tsv") or options.image_column:
+        return "CSV", *_of_columns(source, *_csv_rows(source, file, options), options)
+    return "a list", _text_lines(source, file), []
 
 
-def _csv_rows(source: Path, file: TextIO, options: SourceOptions) -> tuple[list[str], list[_Row]]:
+def _csv_rows(source: Path, file: TextIO, options: SourceOptions) -> tuple[list[str], Iterator[_Row]]:
     """The names of the columns of a CSV, and its rows."""
     line = file.readline()
     delimiter = max("\t;,", key=line.count)
-    reader = csv.reader(itertools.chain([line], file), delimiter=delimiter, strict=True)
-    rows, start = [], 1
+    rows = _csv_cells(source, itertools.chain([line], file), delimiter)
+    first = next(rows, None)
+    names = [name.strip() for name in first[1]] if first else []
+    has_header = bool(options.image_column) or not any(
+        is_image(cell) or os.path.isfile(source.parent / cell) for cell in names if cell
+    )
+    if first and not has_header:
+        names = ["image", "label", *(f"column {number}" for number in range(3, len(names) + 1))][: len(names)]
+        rows = itertools.chain([first], rows)
+
+    def by_column() -> Iterator[_Row]:
+        for number, row in rows:
+            if any(row[len(names) :]):
+                raise ValueError(
+                    f"{source}, line {number}: {len(row)} cells for {len(names)} columns: put a cell with "
+                    f"{delimiter!r} into quotation marks"
+                )
+            yield f"line {number}", dict(itertools.zip_longest(names, row[: len(names)], fillvalue=""))
+
+    return names, by_column()
+
+
+def _csv_cells(source: Path, lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """The number of the line with which each row begins that is not empty, and its cells."""
+    reader, start = csv.reader(lines, delimiter=delimiter, strict=True), 1
     try:
         for row in reader:
             if row:
-                rows.append((start, row))
+                yield start, row
             start = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(
             f"{source}, line {start}: not CSV ({error}): put a cell with quotation marks into quotation marks, and "
             "double its own; a cell has up to 131,072 characters; JSON lines have no such rules"
         ) from None
-    names = [name.strip() for name in rows[0][1]] if rows else []
-    has_header = bool(options.image_column) or not any(
-        is_image(cell) or os.path.isfile(source.parent / cell) for cell in names if cell
-    )
-    if has_header:
-        del rows[:1]
-    else:
-        names = ["image", "label", *(f"column {number}" for number in range(3, len(names) + 1))][: len(names)]
-    for number, row in rows:
-        if any(row[len(names) :]):
-            raise ValueError(
-                f"{source}, line {number}: {len(row)} cells for {len(names)} columns: put a cell with "
-                f"{delimiter!r} into quotation marks"
-            )
-    return names, [
-        (f"line {number}", dict(itertools.zip_longest(names, row[: len(names)], fillvalue=""))) for number, row in rows
-    ]
 
 
 def _json_array(source: Path, file: TextIO) -> list[_Row]:
@@ -206,8 +236,7 @@ def _json_array(source: Path, file: TextIO) -> list[_Row]:
         raise ValueError(f"{source}: not a JSON array of objects: give an object for each image") from None
 
 
-def _json_lines(source: Path, lines: Iterable[str]) -> list[_Row]:
-    rows = list[_Row]()
+def _json_lines(source: Path, lines: Iterable[str]) -> Iterator[_Row]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -215,18 +244,19 @@ def _json_lines(source: Path, lines: Iterable[str]) -> list[_Row]:
             row = dict(json.loads(line))
         except (ValueError, TypeError):
             raise ValueError(f"{source}, line {number}: not a JSON object: give one a line (JSON lines)") from None
-        rows.append((f"line {number}", row))
-    return rows
+        yield f"line {number}", row
 
 
 def _of_columns(
-    source: Path, names: Sequence[str], rows: Sequence[_Row], options: SourceOptions
-) -> tuple[list[_Line], list[str]]:
-    columns, lines = _columns(source, names, options), []
-    for where, row in rows:
+    source: Path, names: Sequence[str], rows: Iterable[_Row], options: SourceOptions
+) -> tuple[Iterator[_Line], list[str]]:
+    columns = _columns(source, names, options)
+
+    def line(where: str, row: dict[str, Any]) -> _Line:
         text = label_text(row.get(columns.label) if columns.label else None, f"{source}, {where}")
-        lines.append(_Line(where, columns.path(row), text))
-    return lines, columns.notes
+        return _Line(where, columns.path(row), text)
+
+    return itertools.starmap(line, rows), columns.notes
 
 
 def _columns(source: Path, names: Sequence[str], options: SourceOptions) -> _Columns:

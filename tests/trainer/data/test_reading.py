@@ -554,6 +554,9 @@ def test_no_line_of_a_list_is_lost(name: str, content: str, found: str, tmp_path
         ("caption.csv", f"{'x' * 300},b.jpg\n", "none of the 1 paths that were looked for exists, first xx"),
         ("own.csv", "a,b\nx.jpg,1\n", "has the columns a, b: name that of the images by --image-column"),
         ("twice.csv", "path,label,label\na.jpg,1,2\n", "has 2 columns 'label': rename all but one of them"),
+        ("half.jsonl", '{"path": "a.jpg", "label": "\\ud83d"}\n', r"line 1: '\\ud83d' has half of a character"),
+        ("half.json", '[{"path": "\\ud83d.jpg"}]', r"object 1: '\\ud83d.jpg' has half of a character"),
+        ("zero.txt", "a.jpg\n" * 1_000 + "b\0.jpg\n", r"line 1001: 'b\\x00.jpg' is no path: remove the zero byte"),
         ("utf16.csv", "path,label\na.jpg,1\n", "is text in UTF-16: save it in UTF-8"),
     ],
 )
@@ -599,13 +602,25 @@ def test_lists_of_other_programs(tmp_path: Path) -> None:
     assert listed(tmp_path / "own.csv", image_column="a", label_column="b")[1].classes[:2] == ("x0", "x1")
 
 
-@pytest.mark.parametrize(("number", "said"), [(300, "300 of 306"), (4_002, "about 3,998 of 4,008")])
+@pytest.mark.parametrize(("number", "said"), [(300, "300 of 306"), (4_002, "about 4,000 of 4,008")])
 def test_a_list_says_how_many_of_its_images_are_missing(number: int, said: str, tmp_path: Path) -> None:
     names = [str(path.relative_to(tmp_path)) for path in sorted(plain_tree(tmp_path, 6).rglob("*.jpg"))]
     (tmp_path / "list.txt").write_text("\n".join([*names, *(f"gone/{image}.jpg" for image in range(number))]))
     reading = read_source(tmp_path / "list.txt")
     assert len(reading.train.listing) == 6 + number, "rows keep their images: each may come back"
     assert f"{said} images do not exist, first gone/" in " ".join(reading.notes)
+
+
+def test_lists_are_read_line_by_line(tmp_path: Path) -> None:
+    number, caption = 3_000, "word " * 30
+    (tmp_path / "0.jpg").write_bytes(b"x")
+    lines = [f"{image}.jpg,class {image % 7},{caption}\n" for image in range(number)]
+    (tmp_path / "list.csv").write_text("image,label,caption\n" + "".join(lines))
+    objects = [{"image": f"{image}.jpg", "label": image % 7, "caption": caption} for image in range(number)]
+    (tmp_path / "list.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, objects)), encoding="utf-8")
+    for name in ("list.csv", "list.jsonl"):
+        assert len(read_source(tmp_path / name).train.listing) == number
+        assert peak_memory(partial(read_source, tmp_path / name)) / number < 400, name
 
 
 def test_paths_are_made_of_the_columns_of_a_list(tmp_path: Path) -> None:
