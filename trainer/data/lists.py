@@ -18,7 +18,7 @@ from xxhash import xxh3_128_digest
 from trainer.data.config import SourceOptions
 from trainer.data.label_texts import check_text, label_text
 from trainer.data.left_out import LeftOut, Reason, is_image, quoted
-from trainer.data.tables import IN_TABLE, mark, open_table, splits_of
+from trainer.data.tables import IN_TABLE, kept_bytes, mark, open_table, splits_of
 from trainer.data.tree import Folder
 
 _IMAGE_COLUMNS = ("image", "path", "file", "filename", "file_name", "filepath", "image_path", "img", "image_file")
@@ -81,7 +81,7 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
     Raises:
         ValueError: a table that cannot be read, or has no column of images; tables of several data sets.
     """
-    notes, known = [], dict[bytes, str]()
+    notes, known, groups = [], dict[bytes, str](), list[int]()
     for shown, split in zip(tables, splits_of(tables), strict=True):
         folder, path = top.folder(split) if split else top, root / shown
         offset = mark(path)  # before its rows are read: a table that is rewritten meanwhile is another one
@@ -97,8 +97,14 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
             lines = map(_Line, (f"row {row}" for row in itertools.count()), paths, labels)
             notes += _add_paths(folder, path, shown, lines, left_out, known)
         else:
+            groups += table.group_bytes
             for row, label in enumerate(labels):
                 folder.add(shown, f"{columns.image}[{row}]", offset=offset, length=IN_TABLE, label=label)
+    if sum(groups) > kept_bytes():
+        notes.append(
+            f"Parquet is read by row groups, of {sum(groups) / len(groups) / 2**20:,.0f} MiB here, and more than fit "
+            "into an eighth of the memory: many images take the reading of one each; write Arrow files (docs/images.md)"
+        )
     return notes
 
 

@@ -93,6 +93,7 @@ class Table:
 
     Attributes:
         names: of its columns.
+        group_bytes: size of each row group of Parquet in memory; empty for Arrow, whose images are read one by one.
     """
 
     def __init__(self, path: str, file_version: tuple[int, ...]) -> None:
@@ -101,23 +102,26 @@ class Table:
         except ImportError:
             raise ValueError(f"{path} is a table of images, which needs pyarrow: {install_advice('parquet')}") from None
         self._path, self._file_version, self._arrow, self._lock = path, file_version, arrow, threading.Lock()
+        self._readers, self.group_bytes = dict[str, Any](), list[int]()
         self._is_arrow = not path.lower().endswith(".parquet")
         try:
             if self._is_arrow:
-                content = arrow.memory_map(path)
+                self._content = content = arrow.memory_map(path)
                 is_file = content.read(6) == b"ARROW1"  # Feather; `datasets` writes streams
                 content.seek(0)
                 reader = arrow.ipc.open_file(content) if is_file else arrow.ipc.open_stream(content)
                 self.schema = reader.schema
-                self._batches: list[Any] = (
-                    [reader.get_batch(batch) for batch in range(reader.num_record_batches)] if is_file else list(reader)
-                )
-                counts = [len(batch) for batch in self._batches]
+                self._stream: list[Any] | None = None if is_file else list(reader)
+                counts = list(map(len, self._stream or ()))
+                for column in self.schema.names[-1:] if is_file else ():  # batches may be compressed: one at a time
+                    batches = map(self._reader(column).get_batch, range(reader.num_record_batches))
+                    counts = list(map(len, batches))
             else:
                 self._file = parquet.ParquetFile(path, pre_buffer=False)  # it would keep what was read
                 self.schema = self._file.schema_arrow
                 groups = range(self._file.num_row_groups)
                 counts = [self._file.metadata.row_group(group).num_rows for group in groups]
+                self.group_bytes = [self._file.metadata.row_group(group).total_byte_size for group in groups]
         except (OSError, arrow.ArrowException) as error:
             raise ValueError(f"{path} is not a table that pyarrow can read ({error}): fetch it again") from None
         self.names: list[str] = self.schema.names
@@ -136,15 +140,25 @@ class Table:
             for value in self.part(part, column).to_pylist():
                 yield names[value] if names and isinstance(value, int) and 0 <= value < len(names) else value
 
+    def _reader(self, column: str) -> Any:
+        """Reads the batches of a file of Arrow, one column of them."""
+        if column not in self._readers:
+            options = self._arrow.ipc.IpcReadOptions(included_fields=[self.schema.names.index(column)])
+            self._readers[column] = self._arrow.ipc.open_file(self._content, options=options)
+        return self._readers[column]
+
     def part(self, part: int, column: str) -> Any:
         """The values of a column in a row group or batch."""
-        if self._is_arrow:
-            return self._batches[part].column(column)
+        if self._is_arrow and self._stream is not None:
+            return self._stream[part].column(column)
         try:
             with self._lock:  # two threads that read the same file could wait for each other for ever
                 key = (self._path, self._file_version, part, column)
                 if (found := _kept.get(key)) is None:
-                    found = self._file.read_row_group(part, [column], use_threads=False).column(0)
+                    if self._is_arrow:
+                        found = self._reader(column).get_batch(part).column(0)
+                    else:
+                        found = self._file.read_row_group(part, [column], use_threads=False).column(0)
                     _kept.add(key, found)
                 return found
         except (OSError, self._arrow.ArrowException) as error:
@@ -169,7 +183,7 @@ class _Kept:
             return self._columns.get(key)
 
     def add(self, key: _Key, column: Any) -> None:
-        most = usable_memory() // _KEPT_SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        most = kept_bytes()
         with self._lock:
             if key in self._columns:
                 return
@@ -180,6 +194,11 @@ class _Kept:
 
 
 _kept = _Kept()
+
+
+def kept_bytes() -> int:
+    """Most bytes of row groups that this rank keeps."""
+    return usable_memory() // _KEPT_SHARE // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @functools.cache

@@ -705,12 +705,28 @@ def test_row_groups_that_are_kept_take_a_share_of_the_memory(tmp_path: Path, mon
     kept, size = tables._Kept(), sum(map(len, images)) // 3
     monkeypatch.setattr(tables, "_kept", kept)
     monkeypatch.setattr(tables, "usable_memory", lambda: size * tables._KEPT_SHARE)
-    listing, before = read_source(tmp_path).train.listing, arrow.total_allocated_bytes()
+    reading, before = read_source(tmp_path), arrow.total_allocated_bytes()
+    assert any("row groups, of 0 MiB here, and more than fit into" in note for note in reading.notes)
+    listing = reading.train.listing
     for image in [*range(24), *range(24)]:
         assert listing.read(image) == images[image]
         assert sum(column.nbytes for column in kept._columns.values()) == kept._bytes <= size
     assert len(kept._columns) > 1
     assert arrow.total_allocated_bytes() - before < 1.2 * size
+
+
+def test_a_compressed_table_is_not_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow, feather = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.feather"))
+    images = [np.random.default_rng(number).bytes(50_000) for number in range(24)]
+    table = arrow.table({"image": images, "label": [*range(24)]})
+    feather.write_feather(table, str(tmp_path / "a.feather"), chunksize=2)
+    monkeypatch.setattr(tables, "_kept", tables._Kept())
+    monkeypatch.setattr(tables, "usable_memory", lambda: 200_000 * tables._KEPT_SHARE)
+    before = arrow.total_allocated_bytes()
+    listing = read_source(tmp_path / "a.feather").train.listing
+    assert [listing.read(image) for image in range(24)] == images
+    assert listing.labels().tolist() == [*range(24)]
+    assert arrow.total_allocated_bytes() - before < 300_000
 
 
 def test_tables_lose_nothing_without_a_line(tmp_path: Path) -> None:
