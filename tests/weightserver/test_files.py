@@ -11,7 +11,8 @@ import pytest
 
 from tests.helpers.power_loss import PowerLoss
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.common.atomic_files import atomic_directory, atomic_write, make_directory, sync
+from weightserver.common import atomic_files
+from weightserver.common.atomic_files import atomic_directory, atomic_write, directory_lock, make_directory, sync
 from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.restore import restore
@@ -83,3 +84,20 @@ def test_threads_that_make_one_directory_do_not_disturb_each_other(tmp_path: Pat
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match=str(tmp_path / "file")):
         make_directory(tmp_path / "file")
+
+
+def test_a_lock_that_is_removed_before_it_is_taken_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock_file = atomic_files.lock_file
+
+    def removed(descriptor: int, path: Path, **options: bool) -> bool:
+        monkeypatch.undo()
+        path.unlink()  # by the process that had it
+        return lock_file(descriptor, path, **options)
+
+    monkeypatch.setattr(atomic_files, "lock_file", removed)
+    again = pytest.raises(OSError, match="is being written by another process")
+    with directory_lock(tmp_path / "a"), again, directory_lock(tmp_path / "a"):
+        pass
+    assert not (tmp_path / "a").exists()

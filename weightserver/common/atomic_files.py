@@ -153,15 +153,26 @@ def locked(path: Path, *, shared: bool = False, wait: bool = True, mode: int = 0
     Raises:
         OSError: another process holds the lock, unless `wait`; the file system has no locks.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+        try:
+            if not lock_file(descriptor, path, shared=shared, wait=wait):
+                raise BlockingIOError(
+                    f"{path.parent} is being written by another process: wait for it to end, or give another directory"
+                )
+            if _is_at(path, descriptor):  # else whoever had it has removed it meanwhile: others lock another file
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is that of a path."""
     try:
-        if not lock_file(descriptor, path, shared=shared, wait=wait):
-            raise BlockingIOError(
-                f"{path.parent} is being written by another process: wait for it to end, or give another directory"
-            )
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
@@ -177,11 +188,12 @@ def directory_lock(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     make_directory(directory, mode=mode)
     lock = directory / LOCK
-    with locked(lock, wait=False, mode=PRIVATE_FILE):  # a file, because NFS cannot lock directories
+    with locked(lock, wait=False, mode=PRIVATE_FILE) as descriptor:  # a file, because NFS cannot lock directories
         try:
             yield
         finally:
-            lock.unlink(missing_ok=True)
+            if _is_at(lock, descriptor):  # `atomic_directory` may have replaced the directory, and another locked that
+                lock.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 for path in made:
                     path.rmdir()
