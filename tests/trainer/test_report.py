@@ -160,6 +160,8 @@ def test_neighbours_are_of_the_images_that_evaluation_uses(tmp_path: Path) -> No
     inspection = inspect_encoder(Pixels(), EncoderConfig(in_channels=3, image_size=16), data, bank=9)
     assert {tuple(side) for side in sides} == {(16, 16)}
     assert inspection.bank == 9
+    seen = {one.index for image in inspection.images for one in (image.sample, *image.neighbours)}
+    assert seen == {0, 1, 2, 4, 5, 6, 8, 9, 10}, "of all classes, which lie one after the other"
 
 
 def test_an_image_and_its_copy_are_nearest() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +54,8 @@ class Inspection:
 def inspect_encoder(
     encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: int, seed: int = 0
 ) -> Inspection:
-    """Inspects a dozen of the first `bank` training images, chosen by `seed`.
+    """Inspects a dozen of `bank` training images, chosen by `seed`: these are spread evenly, since images that lie next
+    to each other may be of one class.
 
     Raises:
         ValueError: fewer than two images, or images with another number of channels than the encoder's.
@@ -66,21 +68,22 @@ def inspect_encoder(
             f"the encoder takes {config.in_channels}-channel images, the data set has {images.shape[1]}-channel ones: "
             "give the data set that it was trained on"
         )
-    ids = torch.arange(number)
-    features = F.normalize(encode(encoder, images, dataset.evaluated_side, config.pixels, ids=ids))  # (N, d)
+    spread = torch.arange(number) * len(images) // number
+    features = F.normalize(encode(encoder, images, dataset.evaluated_side, config.pixels, ids=spread))  # (N, d)
     generator = torch.Generator().manual_seed(seed)
     samples = torch.randperm(number, generator=generator)[:_NUM_SAMPLES]
     similarity = features[samples] @ features.T  # (samples, N)
     similarity[torch.arange(len(samples)), samples] = -torch.inf  # not itself
     nearest = similarity.topk(min(_NUM_NEIGHBOURS, number - 1))
-    labels, names = dataset.train_labels[:number].tolist(), _names(dataset, number)
+    labels = dataset.train_labels[spread].tolist() if dataset.labelled else []
+    names = _names(labels, dataset.class_names)
 
     def picture(index: int, cosine: float = 1.0, sample: int | None = None) -> Picture:
         label = names[index] if names else ""
         both = (labels[index], labels[sample]) if names and sample is not None else (NO_LABEL, NO_LABEL)
         agrees = None if NO_LABEL in both else both[0] == both[1]
-        (image,) = images[torch.tensor([index])]
-        return Picture(_uri(image), index, label, cosine, agrees)
+        (image,) = images[spread[[index]]]
+        return Picture(_uri(image), int(spread[index]), label, cosine, agrees)
 
     inspected = []
     for sample, cosines, ids in zip(samples.tolist(), nearest.values, nearest.indices, strict=True):
@@ -89,10 +92,8 @@ def inspect_encoder(
     return Inspection(inspected, number, dataset.labelled)
 
 
-def _names(dataset: Dataset, count: int) -> list[str]:
-    """The classes of the first `count` training images, by name if they have names; empty without labels."""
-    labels = dataset.train_labels[:count].tolist()
-    names = dataset.class_names
+def _names(labels: list[int], names: Sequence[str]) -> list[str]:
+    """The classes of images, by name if they have names."""
     return ["no label" if label < 0 else names[label] if names else str(label) for label in labels]
 
 

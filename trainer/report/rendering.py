@@ -44,7 +44,7 @@ _TEMPLATES = Environment(
 
 
 def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000) -> str:
-    """The report as HTML; neighbours are searched among the first `bank` training images.
+    """The report as HTML; neighbours are searched among `bank` training images, spread evenly.
 
     Raises:
         ValueError: no run, one without a single record, or a broken file.
