@@ -40,7 +40,10 @@ def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
     heads.train("linear")
     best, chosen = 0, {}
     if held_out is not None:
-        shares = [top1 for top1, _ in heads.held_out(held_out)]
+        finite = heads.finite
+        for rate in (rate for rate, one in zip(rates, finite, strict=True) if not one):
+            say(Remark(f"learning rate {rate!r} is not chosen: its loss diverges", learning_rate=rate), logging.WARNING)
+        shares = [top1 if one else -1.0 for (top1, _), one in zip(heads.held_out(held_out), finite, strict=True)]
         best = max(range(len(shares)), key=lambda head: shares[head])  # the first of equals
         chosen = {
             "learning_rate": rates[best],

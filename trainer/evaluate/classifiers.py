@@ -114,6 +114,12 @@ class Classifiers:
         data = self._dataset
         return self._accuracies("held-out images", data.train_images, ids, data.train_labels[ids])
 
+    @property
+    def finite(self) -> list[bool]:
+        """Whether the weights of each classifier are finite: those of one that diverges are not."""
+        heads = self._network.heads
+        return [all(bool(weight.isfinite().all()) for weight in head.parameters()) for head in heads]
+
     @torch.no_grad()
     def _accuracies(self, name: str, images: TrainImages, ids: Tensor, labels: Tensor) -> list[Accuracy]:
         """Accuracies by centre crops of images `ids` of classes `labels`; each rank classifies a part of them."""
@@ -172,11 +178,11 @@ class Classifiers:
         return batches
 
     def _loss(self, network: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The sum of the classifiers' losses, each the whole batch's mean."""
+        """The loss of each classifier, the whole batch's mean."""
         view, labels = batch
         labels = to_device(labels, view.device)
         losses = [F.cross_entropy(logits, labels, reduction="sum") for logits in network(self._inputs(view))]
-        return torch.stack(losses).sum() / self._config.batch_size
+        return torch.stack(losses) / self._config.batch_size
 
     def _inputs(self, views: Tensor) -> Tensor:
         """What the trained network takes: the views, or a frozen encoder's features of them."""

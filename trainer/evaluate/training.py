@@ -31,7 +31,8 @@ class Training:
     Args:
         network: on its device; trained in place.
         optimizer: of the network's parameters, with the initial learning rates.
-        loss_of: this rank's part of a batch's loss, which is the sum over ranks, by the network that it is given.
+        loss_of: this rank's part of a batch's loss, which is the sum over ranks, by the network that it is given; of
+            several networks that share nothing, the loss of each.
         factor: of the learning rates at a step, counted from 0.
     """
 
@@ -56,7 +57,7 @@ class Training:
 
         Raises:
             ValueError: the state is damaged.
-            DivergedError: on all ranks, the loss is not finite where it is saved.
+            DivergedError: on all ranks, no loss is finite where it is saved.
         """
         file = self._evaluation.state / f"{name}.safetensors"
         done = load_state(file, self._network, self._optimizer)
@@ -67,23 +68,23 @@ class Training:
                 loss = self.step(next(ahead), step)
                 if (step + 1) % save_every == 0 or step + 1 == num_steps:
                     self._save(file, step + 1, loss)
-                advance(loss=loss * self._ranks.world_size)
+                advance(loss=loss.where(loss.isfinite(), torch.nan).nanmean() * self._ranks.world_size)
         self._ranks.barrier()
 
     def step(self, batch: Any, number: int) -> Tensor:
-        """One update, the one of this number; returns this rank's part of the loss."""
+        """One update, the one of this number; returns this rank's part of each loss."""
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self._factor(number)
         loss = self._loss_of(self._parallel, batch)
         self._optimizer.zero_grad()
-        (loss * self._ranks.world_size).backward()  # type: ignore[no-untyped-call]  # ranks' gradients are averaged
+        (loss.sum() * self._ranks.world_size).backward()  # type: ignore[no-untyped-call]  # ranks' gradients are averaged
         self._optimizer.step()
         return loss.detach()
 
     def _save(self, file: Path, num_done: int, loss: Tensor) -> None:
-        (total,) = self._ranks.sum_over_ranks([loss.item()])
-        if not math.isfinite(total):
-            raise DivergedError(f"the loss is {total} after {num_done} steps: give a lower learning rate")
+        totals = self._ranks.sum_over_ranks(loss.flatten().tolist())
+        if not any(map(math.isfinite, totals)):
+            raise DivergedError(f"the loss is {totals[0]} after {num_done} steps: give a lower learning rate")
         if self._ranks.is_first:
             save_state(file, self._network, self._optimizer, num_done)
 

@@ -101,6 +101,9 @@ def test_semi_supervised_chooses_a_learning_rate_on_labelled_images(tmp_path: Pa
 def test_a_learning_rate_that_diverges_is_not_chosen(tmp_path: Path) -> None:
     found = fine_tune(made_evaluation(SeesRows(), tmp_path / "one"), replace(SEMI, learning_rates=(1e38, 0.3)))
     assert found.chosen["learning_rate"] == 0.3
+    several = [replace(LINEAR, learning_rates=(other, 1.0), epochs=8) for other in (1e38, 1e-6)]
+    heads = [linear(made_evaluation(SeesRows(), tmp_path / f"{one.learning_rates[0]}"), one) for one in several]
+    assert heads[0] == heads[1], "the other head goes on"
     with pytest.raises(ValueError, match="the loss diverges at each of --learning-rates: give lower ones"):
         fine_tune(made_evaluation(SeesRows(), tmp_path / "two"), replace(SEMI, learning_rates=(1e38, 1e37)))
     few = replace(SEMI, labels=0.001, batch_size=4, learning_rates=(0.1, 0.3))
