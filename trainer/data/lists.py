@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -141,6 +142,9 @@ def _add_paths(
     added = len(known) - before
     missing = [path for path in sought if not os.path.exists(source.parent / path)]
     first = f"first {quoted(missing[0])}" if missing else ""
+    for form in ("NFC", "NFD"):  # macOS has decomposed accents
+        if any(os.path.exists(source.parent / unicodedata.normalize(form, path)) for path in missing):
+            first += f" (files have their accents in the form {form}: convert the list)"
     if missing and len(missing) == len(sought):
         raise ValueError(
             f"{source}: none of the {len(sought):,} paths that were looked for exists, {first}: paths are relative to "
@@ -196,9 +200,11 @@ def _lines(source: Path, start: bytes, file: TextIO, options: SourceOptions) -> 
 
 def _csv_rows(source: Path, file: TextIO, options: SourceOptions) -> tuple[list[str], Iterator[_Row]]:
     """The names of the columns of a CSV, and its rows."""
-    line = file.readline()
-    delimiter = max("\t;,", key=line.count)
-    rows = _csv_cells(source, itertools.chain([line], file), delimiter)
+    start = [file.readline()]
+    while start[-1].isspace():
+        start.append(file.readline())
+    delimiter = max("\t;,", key=start[-1].count)
+    rows = _csv_cells(source, itertools.chain(start, file), delimiter)
     first = next(rows, None)
     names = [name.strip() for name in first[1]] if first else []
     has_header = bool(options.image_column) or not any(

@@ -524,6 +524,7 @@ LISTS = [
     ("tabs.tsv", 'path\tcaption\tlabel\na.jpg\tthe ""best""\t1\nb.jpg\tx\t2\t\n', "a.jpg=1 | b.jpg=2"),
     ("list.jsonl", '{"image": "b.jpg", "label": 3}\n{"image": "a.jpg"}', "b.jpg=3 | a.jpg=-1"),
     ("list.json", '[{"image": "b.jpg", "label": 3}, {"image": "a.jpg"}]', "b.jpg=3 | a.jpg=-1"),
+    ("blank.csv", "\r\n\r\npath;label\r\na.jpg;3\r\n", "a.jpg=3"),
     ("gaps.csv", "path,label\na.jpg,cat\nb.jpg,-1.0\nbare,-2\n", "a.jpg=cat | b.jpg=-1 | bare=-1"),
 ]
 
@@ -609,6 +610,14 @@ def test_a_list_says_how_many_of_its_images_are_missing(number: int, said: str, 
     reading = read_source(tmp_path / "list.txt")
     assert len(reading.train.listing) == 6 + number, "rows keep their images: each may come back"
     assert f"{said} images do not exist, first gone/" in " ".join(reading.notes)
+
+
+def test_a_list_of_names_with_other_accents_says_so(tmp_path: Path) -> None:
+    for name in ("a.jpg", "cafe\u0301.jpg"):
+        (tmp_path / name).write_bytes(jpeg(1))
+    (tmp_path / "list.txt").write_text("a.jpg\ncaf\u00e9.jpg\n", encoding="utf-8")
+    said = "1 of 2 images do not exist, first café.jpg (files have their accents in the form NFD: convert the list)"
+    assert any(said in note for note in read_source(tmp_path / "list.txt").notes)
 
 
 def test_lists_are_read_line_by_line(tmp_path: Path) -> None:
