@@ -238,6 +238,9 @@ SHAPES = Table(
     name="cifar_windows",
     title="CIFAR-10: window and stride",
     source="Table 3",
+    text="A gain shows at no window and no stride. It is no evidence against the paper's gains: these are of up to 1.1 "
+    "points, and each lies within the linear probe's interval, as zero does. Five seeds of 1,000 images cannot tell "
+    "them apart.",
     cells=(
         _cell(_BASE),
         *(_cell(f"W = {w}, S = {s}", window_size=w, window_stride=s) for w, s in _SHAPES),
