@@ -46,14 +46,14 @@ class Monitors:
         self._cosine = softmax.softmax == "cosine"
         self._ranks = ranks
         self._steps: deque[Tensor] = deque(maxlen=math.ceil(RANKME_WINDOW / batch_size))
-        self._gradient_norm = math.nan
+        self._gradient_norm = torch.tensor(math.nan)
 
     def keep(self, embeddings: Tensor) -> None:
         """Keeps a step's embeddings (A, b, D) for RankMe; every step is passed."""
         self._steps.append(embeddings)
 
     def measure_gradient(self) -> None:
-        """Measures the encoder's gradient for the next call of `measure`."""
+        """Measures the encoder's gradient for the next call of `measure`, without waiting for the GPU."""
         self._gradient_norm = gradient_norm(self._encoder.parameters())
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class Monitors:
             "rankme": rankme(unit.flatten(0, 1)) if len(self._steps) == self._steps.maxlen else math.nan,
             "feature_std": feature_std(batch),
             "mean_cosine": mean_cosine(batch),
-            "gradient_norm": self._gradient_norm,
+            "gradient_norm": float(self._gradient_norm),
             "row_norm": lengths / rows,
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
@@ -134,6 +134,6 @@ def mean_cosine(unit: Tensor) -> float:
     return (float(unit.sum(dim=0).square().sum()) - own) / num_pairs if num_pairs else math.nan
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """L2 norm of all gradients together."""
-    return float(nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
+    return nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])

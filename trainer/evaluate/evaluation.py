@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.data import Dataset
 from trainer.display import counting
 from trainer.evaluate.features import Advance, Frozen
@@ -61,9 +63,9 @@ class Evaluation:
 
     def frozen(self) -> Frozen:
         """The encoder, on the device."""
-        return Frozen(
-            self.subject.network.to(self.ranks.device), self.subject.pixels, self.ranks.device, bfloat16=self.bfloat16
-        )
+        network, device = self.subject.network, self.ranks.device
+        network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # as in training, to the bit
+        return Frozen(network, self.subject.pixels, device, bfloat16=self.bfloat16)
 
     def folder(self, what: str) -> Path:
         """`data_dir`. Raises ValueError, which says `what` to give, without one."""

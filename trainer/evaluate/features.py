@@ -43,8 +43,7 @@ class Frozen:
     """An encoder on `device`, in eval mode (BatchNorm uses running statistics), whose state nothing changes."""
 
     def __init__(self, encoder: nn.Module, pixels: PixelScale, device: torch.device, *, bfloat16: bool = False) -> None:
-        # as in training: a run's results are those of its file to the last bit
-        self._encoder: nn.Module = encoder.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._encoder = encoder.eval()
         self._before = {name: value.clone() for name, value in encoder.state_dict().items()}
         self._bfloat16 = bfloat16
         self.pixels, self.device = pixels, device
