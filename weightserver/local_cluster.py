@@ -29,6 +29,7 @@ _START_SECONDS = 60.0
 _LOOKED_AT_BYTES = 10_000_000
 """Bytes of a data file for which a start may take another second: it looks at every block, anywhere on the disk."""
 _STOP_SECONDS = 30.0
+_STOP_SIGNAL = signal.SIGINT  # --ignore-sigterm may be among the options
 
 
 def _reserved_port() -> socket.socket:
@@ -104,7 +105,7 @@ class LocalCluster(Closing):
             raise
 
     def restart(self, shard: int) -> None:
-        """Stops a shard with SIGTERM if it runs, and starts it again at the same address with the same data."""
+        """Stops a shard with SIGINT if it runs, and starts it again at the same address with the same data."""
         if self._process != os.getpid():
             raise ValueError(f"this cluster was started by process {self._process}: restart its shards there")
         if not 0 <= shard < len(self.processes):
@@ -119,8 +120,7 @@ class LocalCluster(Closing):
         if self._process != os.getpid():
             return
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+            process.send_signal(_STOP_SIGNAL)
         for process in self.processes:
             self._stop(process)
         for port in itertools.chain(*self._reserved_ports):
@@ -187,8 +187,7 @@ class LocalCluster(Closing):
         return announced["address"], announced["metrics_address"]
 
     def _stop(self, process: subprocess.Popen[str]) -> None:
-        process.send_signal(signal.SIGINT)  # --ignore-sigterm may be among the options
-        end_process(process, seconds=_STOP_SECONDS)
+        end_process(process, seconds=_STOP_SECONDS, ask=_STOP_SIGNAL)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -45,10 +45,11 @@ def ends_with_its_reader() -> Iterator[None]:
         sys.exit(1)
 
 
-def end_process(process: subprocess.Popen[Any], *, seconds: float) -> None:
-    """Asks a process to end, and kills it if it still runs after `seconds`. Safe to repeat; its pipes stay open."""
+def end_process(process: subprocess.Popen[Any], *, seconds: float, ask: int = signal.SIGTERM) -> None:
+    """Asks a process to end by a signal, and kills it if it still runs after `seconds`. Safe to repeat; its pipes stay
+    open."""
     if process.poll() is None:
-        process.terminate()
+        process.send_signal(ask)
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
