@@ -140,11 +140,11 @@ class WriteBack:
         except (ShardUnavailableError, OverloadedError, WrongShardError, StorageError, OSError) as error:
             if not write.done() or write.exception() is not error:
                 raise  # a signal's own
-            sent, before = list(self._writes), None
-            for failed in range(number, len(sent)):
-                before = self._thread.submit(self._send, sent[failed][0], before)
-                sent[failed] = sent[failed][0], before
-            self._writes = deque(sent)
+            before = None
+            for failed in range(number, len(self._writes)):
+                parts, _ = self._writes[failed]
+                before = self._thread.submit(self._send, parts, before)
+                self._writes[failed] = parts, before
             raise
 
     def _forget_oldest(self) -> None:
