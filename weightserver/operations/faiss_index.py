@@ -26,7 +26,7 @@ def require_new_index(path: Path) -> None:
 
 
 def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32Array]]) -> int:
-    """Writes an IndexIDMap2 of an IndexFlatIP to `path`; returns its number of rows.
+    """Writes an IndexIDMap2 of an IndexFlatIP to `path`, after `require_new_index`; returns its number of rows.
 
     It holds each row divided by its norm, so that inner products with unit vectors are cosines, under its number. faiss
     keeps the whole index in memory, 4·D + 8 bytes a row; the parts are added one after another.
@@ -35,10 +35,8 @@ def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32A
         parts: row numbers (int64 [n]) and weights (float32 [n, D]).
 
     Raises:
-        ValueError: see `require_new_index`.
         OSError: the file cannot be written.
     """
-    require_new_index(path)
     import faiss
 
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
