@@ -24,7 +24,7 @@ class Observer:
 
     def begin(self) -> None:
         """Evaluates the encoder that the run began with, unless a record has that."""
-        if self.knn is not None and self.steps.start < min(self.config.report.log_every, self.steps.stop):
+        if self.knn is not None and lacks_beginning(self.steps, self.config.report.log_every):
             with self.recorder.paused("kNN evaluation"):
                 self.knn.observe_beginning()
 
@@ -52,6 +52,11 @@ class Observer:
             with self.recorder.paused("kNN evaluation"):
                 record |= self.knn.observe(due=due)
         self.recorder.write(record)
+
+
+def lacks_beginning(steps: range, log_every: int) -> bool:
+    """Whether a run has no record yet when it comes to these steps, so that it still evaluates its first encoder."""
+    return steps.start < min(log_every, steps.stop)
 
 
 def is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:

@@ -20,7 +20,7 @@ from trainer.data import Dataset
 from trainer.evaluate.knn_probe import KnnProbe
 from trainer.loop import seed_generators
 from trainer.model import PICModel, save_encoder
-from trainer.observing import is_due
+from trainer.observing import is_due, lacks_beginning
 from trainer.run.claim import DirectoryClaim
 from trainer.run.directory import ENCODER_FILE, METRICS_FILE, SUMMARY_FILE, read_summary
 from trainer.run.recorder import Recorder
@@ -95,7 +95,7 @@ def _train(
     """Trains a method, from its newest checkpoint if there is one; returns its model and a summary."""
     with ExitStack() as stack:
         training = _build(name, config, dataset, claim, stack)
-        if training.knn is not None and training.steps.start < min(config.report.log_every, training.steps.stop):
+        if training.knn is not None and lacks_beginning(training.steps, config.report.log_every):
             with training.recorder.paused("kNN evaluation"):
                 training.knn.observe_beginning()
         for step in training.steps:
