@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import tarfile
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -124,16 +125,18 @@ def _write_shard(task: tuple[Path, int, Sequence[Glyph]]) -> None:
         atomic_write(path, write)
 
 
-def write_images(output: Path, fonts: Path, sizes: dict[str, int]) -> None:
-    """Renders `sizes` images of each split as tars in `output`, on all cores; leaves tars that are there.
+def write_images(output: Path, fonts: Path, sizes: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Renders `sizes` images of each split as tars in `output`, on all cores; leaves tars that are there. Returns the
+    number of images of each font's file, by split.
 
     Raises:
         ValueError: a font is missing, or shows nothing for a character that it claims to have.
     """
-    tasks = []
+    tasks, by_font = [], dict[str, dict[str, int]]()
     for seed, (split, number) in enumerate(sizes.items()):
         (output / split).mkdir(parents=True, exist_ok=True)
         glyphs = choose_glyphs(load_faces(split, fonts), number, seed)
+        by_font[split] = dict(Counter(path.name for (path, _), *_ in glyphs))
         tasks += [
             (output / split / f"{first // SHARD:05d}.tar", first, glyphs[first : first + SHARD])
             for first in range(0, len(glyphs), SHARD)
@@ -141,3 +144,4 @@ def write_images(output: Path, fonts: Path, sizes: dict[str, int]) -> None:
     with multiprocessing.get_context("spawn").Pool() as pool:
         for _ in pool.imap_unordered(_write_shard, tasks):
             pass
+    return by_font

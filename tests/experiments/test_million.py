@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from collections import Counter
 from pathlib import Path
 
 import matplotlib as mpl
@@ -40,7 +41,7 @@ def fonts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_images_are_the_same_each_time_and_named_by_their_character(fonts: Path, tmp_path: Path) -> None:
     for output in ("a", "b"):
-        han.write_images(tmp_path / output, fonts, {"train": 60, "test": 5})
+        by_font = han.write_images(tmp_path / output, fonts, {"train": 60, "test": 5})
     first, second = (tmp_path / output / "train" / "00000.tar" for output in ("a", "b"))
     assert first.read_bytes() == second.read_bytes()
     with tarfile.open(first) as archive:
@@ -49,6 +50,7 @@ def test_images_are_the_same_each_time_and_named_by_their_character(fonts: Path,
     assert names[:3] == ["0000000.png", "0000000.cls", "0000001.png"]
     glyphs = han.choose_glyphs(han.load_faces("train", fonts), 60, 0)
     assert labels == [character for _, character, _ in glyphs]
+    assert by_font["train"] == Counter(path.name for (path, _), *_ in glyphs)
     assert len({(face, character) for face, character, _ in glyphs}) == 60
 
 
