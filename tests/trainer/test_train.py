@@ -29,6 +29,7 @@ from trainer.model import EncoderConfig, load_encoder
 from trainer.results import finish
 from trainer.run.claim import DirectoryClaim
 from trainer.run.directory import read_settings
+from trainer.run.recorder import lines_of
 from weightserver import LocalCluster, ShardUnavailableError, WeightClient
 from weightserver.operations.certificates import write_certificates
 
@@ -177,6 +178,16 @@ def test_a_directory_on_a_full_disk_is_not_claimed(
         with pytest.raises(ValueError, match=r"cannot be used .*choose another directory"):
             train(config(data_dir, tmp_path / "run", rows="dense", steps=1))
     assert train(config(data_dir, tmp_path / "run", rows="dense", steps=1)).summary["steps"] == 1
+
+
+def test_a_full_disk_is_one_line_with_the_path(tmp_path: Path) -> None:
+    full = tmp_path / "metrics.jsonl"
+    full.symlink_to("/dev/full")
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.raises(OSError, match=r"metrics.jsonl cannot be written \(No space left on devi"),
+    ):
+        lines_of(full, stack)({"step": 0})
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["a disk", "a file system without links"])

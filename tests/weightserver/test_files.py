@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -12,7 +15,14 @@ import pytest
 from tests.helpers.power_loss import PowerLoss
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common import atomic_files
-from weightserver.common.atomic_files import atomic_directory, atomic_write, directory_lock, make_directory, sync
+from weightserver.common.atomic_files import (
+    atomic_directory,
+    atomic_write,
+    directory_lock,
+    make_directory,
+    sync,
+    write_synced,
+)
 from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.restore import restore
@@ -101,3 +111,14 @@ def test_a_lock_that_is_removed_before_it_is_taken_is_made_anew(
     with directory_lock(tmp_path / "a"), again, directory_lock(tmp_path / "a"):
         pass
     assert not (tmp_path / "a").exists()
+
+
+def test_a_disk_that_is_found_full_when_a_file_is_synced_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*step-…\.begun\.partial'"):
+        write_synced(tmp_path / "step-….begun.partial", lambda path: None)
