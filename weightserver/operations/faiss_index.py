@@ -14,15 +14,15 @@ from weightserver.core.arrays import Float32Array, Int64Array
 
 
 def require_new_index(path: Path) -> None:
-    """Raises ValueError if faiss is not installed, the file exists, or the directory that it is to be in does not."""
-    try:
-        import_module("faiss")
-    except ImportError:
-        raise ValueError(f"--faiss needs faiss: {install_advice('faiss')}") from None
+    """Raises ValueError if the file exists, the directory that it is to be in does not, or faiss is not installed."""
     if path.exists():
         raise ValueError(f"{path} exists: give another file")
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is no directory: make it first, or give another file")
+    try:
+        import_module("faiss")
+    except ImportError:
+        raise ValueError(f"--faiss needs faiss: {install_advice('faiss')}") from None
 
 
 def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32Array]]) -> int:
