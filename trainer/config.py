@@ -28,7 +28,7 @@ from trainer.settings import (
     settings_of,
     unused_in,
 )
-from weightserver.common.object_store import shown
+from weightserver.common.object_store import is_remote, shown
 
 if TYPE_CHECKING:
     from trainer.data.augment import Augmentation
@@ -148,13 +148,13 @@ class TrainConfig:
             self.negative_sampler(num_classes).check(self.optimization.batch_size)
 
     def to_json(self) -> str:
-        """The text of the run's config.json: the settings of all parts by name."""
+        """The text of the run's config.json: the settings of all parts by name, with paths that hold in any directory."""
         settings = {"format": RUN_FORMAT} | {
             name: value for _, part in self.parts() for name, value in asdict(part).items() if name not in OF_ONE_START
         }
         if self.optimization.warmup_epochs is None:
             settings["warmup_fraction"] = self.optimization.fraction_of_warmup  # also if it is the default
-        return json.dumps(settings, indent=2, default=shown) + "\n"
+        return json.dumps(settings, indent=2, default=_absolute) + "\n"
 
     @classmethod
     def of_run(cls, settings: Mapping[str, Any]) -> TrainConfig:
@@ -162,6 +162,11 @@ class TrainConfig:
         kept = {name: value for name, value in settings.items() if name not in OF_ONE_START}
         parts: dict[str, Any] = {name: settings_of(type(part), kept) for name, part in cls().parts()}
         return cls(**parts)
+
+
+def _absolute(path: Path) -> str:
+    """With its links, which may lead elsewhere when the run is resumed."""
+    return shown(path if is_remote(path) else path.absolute())
 
 
 PART_OF = {setting.name: name for name, part in TrainConfig().parts() for setting in fields(part)}

@@ -116,6 +116,22 @@ def test_the_data_of_a_run(tmp_path: Path) -> None:
     assert found.data("cifar10", None) == ("cifar10", None)
 
 
+def test_a_runs_images_are_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("there", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    saved(tmp_path / "encoder.safetensors")
+    reading = {"dataset": "folder", "data_dir": Path("images"), "label_column": "kind"}
+    (tmp_path / "config.json").write_text(small_run(tmp_path, encoder=SMALL, **reading).to_json())
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = load_subject(SubjectOptions(run=tmp_path))
+    images = tmp_path / "there" / "images"
+    assert found.data(None, None) == ("folder", images)
+    assert found.reading_of(images).label_column == "kind"
+    in_bucket = small_run(tmp_path, dataset="packed", data_dir=Path("s3://bucket/packed"))
+    assert json.loads(in_bucket.to_json())["data_dir"] == "s3://bucket/packed"
+
+
 def test_images_of_a_runs_pack_are_read_as_the_pack_and_the_run_say(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         plain_tree(tmp_path / "set" / folder, 3)
