@@ -68,7 +68,7 @@ def _median(timing: Any) -> float:
 
 
 def _commit(case: dict[str, Any]) -> tuple[str, Any]:
-    """Of a case of pushes: what LMDB commits, and its timing."""
+    """What LMDB commits for a case of pushes, and how long that takes."""
     return next((name, timing) for name, timing in case.items() if name.startswith("LMDB"))
 
 

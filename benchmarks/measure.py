@@ -31,7 +31,7 @@ class Timing:
     p90: float
     num_calls: int
     p99: float | None = None
-    """Of at least a hundred calls."""
+    """The 99th percentile, of at least a hundred calls."""
 
     def __str__(self) -> str:
         return f"{1e3 * self.p50:.2f} ({1e3 * self.p10:.2f}–{1e3 * self.p90:.2f}) ms"

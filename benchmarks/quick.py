@@ -39,7 +39,7 @@ _FILE = "quick.json"
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of a call's seconds to those of the floor in the same round: the median, and its 95 % interval."""
+    """The ratio of a call's seconds to the floor's in the same round: the median, and its 95 % interval."""
 
     p50: float
     low: float
@@ -47,7 +47,7 @@ class Ratio:
 
     @classmethod
     def of(cls, seconds: list[float], floor: list[float]) -> Ratio:
-        """Of at least six rounds. The interval is that of the sign test, which assumes no distribution."""
+        """Summarizes at least six rounds. The interval is that of the sign test, which assumes no distribution."""
         ratios = sorted(ours / bare for ours, bare in zip(seconds, floor, strict=True))
         num_rounds = len(ratios)
         # With probability P(Binomial(n, 1/2) < rank) ≤ 1/40 the median is below the rank-th smallest ratio.

@@ -47,7 +47,7 @@ def nearest(values: Float32Array, rows: Int64Array, step: int, array: int) -> Fl
 
 
 def stochastic(values: Float32Array, rows: Int64Array, step: int, array: int) -> Float32Array:
-    """As the shards round."""
+    """Rounds as the shards do."""
     precision = BFloat16(seed=0)
     return precision.widened(precision.rounded(values, rows, step, array))
 

@@ -47,6 +47,6 @@ def _longer(config: TrainConfig, visits: int, num_images: int) -> str:
 
 
 def _rounded_up(number: float) -> float:
-    """To two significant digits."""
+    """Rounds up to two significant digits."""
     unit = 10.0 ** (math.floor(math.log10(number)) - 1)
     return math.ceil(number / unit - 1e-9) * unit

@@ -23,7 +23,7 @@ class Command(NamedTuple):
 
     summary: str
     module: str
-    """It has a function main(arguments)."""
+    """Name of a module with a function main(arguments)."""
     first: tuple[str, ...] = ()
     """Arguments of that function before those of the command line."""
 

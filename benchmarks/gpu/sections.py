@@ -106,7 +106,7 @@ class Bench:
         return self.runner.train("benchmarks.gpu.plain", self.arguments(images, **changes), num_gpus, again=again)
 
     def plain_bytes(self, num_rows: int) -> int:
-        """Of the tensors that a step with all `num_rows` rows on each GPU holds at once, at the least.
+        """The least size of the tensors that a step with all `num_rows` rows on each GPU holds at once.
 
         float32: rows with gradient and momentum, normalised once more; logits of this GPU's images and their gradient.
         """

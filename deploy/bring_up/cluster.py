@@ -47,7 +47,7 @@ def services(docker: Docker) -> list[str]:
 
 
 def serving(names: Sequence[str]) -> list[str]:
-    """Those that a health check looks at: not those that make and renew certificates."""
+    """The services that a health check looks at, which are not those that make and renew certificates."""
     known = compose_file()["services"]
     return [name for name in names if "healthcheck" in known[name]]
 

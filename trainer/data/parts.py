@@ -11,7 +11,7 @@ class Part:
     """One of several parts."""
 
     number: int
-    """From 0 to of − 1."""
+    """The part's number, from 0 to of − 1."""
     of: int
 
     def __str__(self) -> str:

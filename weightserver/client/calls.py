@@ -72,7 +72,7 @@ class Call:
     failure: str = ""
     """The status of the last attempt that failed."""
     budget_seconds: float = 0.0
-    """For how long it is tried, as of that failure."""
+    """How long the call is tried, as of that failure."""
     counted: list[Number] = field(default_factory=list)
     """The counters that have it: of late calls, of failed ones."""
     outcome: str = "ok"
@@ -95,7 +95,7 @@ class Call:
         metrics.errors(*self.labels, status.name, outcome_of(status)).inc()
 
     def gave_up(self, error: BaseException) -> None:
-        """It ends with this error. One that is not of a shard is the caller's: it has left or closed the client."""
+        """Notes the error that ends the call. One that is not of a shard is the caller's: it has left or closed the client."""
         if isinstance(error, WrongShardError):
             self.outcome = "failed"
         elif isinstance(error, WeightServerError):

@@ -139,7 +139,7 @@ class SessionInUseError(WeightServerError, not_applied=True):
     def __init__(self, message: str = "", *, silent_seconds: int = 0) -> None:
         super().__init__(message)
         self.silent_seconds = silent_seconds
-        """For how long the run has said nothing; one that lives says something each second."""
+        """How long the run has said nothing; one that lives says something each second."""
 
 
 class AuthenticationError(WeightServerError, not_applied=True):

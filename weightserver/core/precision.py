@@ -98,7 +98,7 @@ class BFloat16(Precision):
         return stored
 
     def all_finite(self, stored: StoredArray) -> bool:
-        """By the largest bits of all and of the positive values."""
+        """Whether no value is infinite or NaN, by the largest bits of all and of the positive values."""
         largest = int(stored.max(initial=0))
         return largest < (_SIGN | _INFINITE) and int(stored.view("<i2").max(initial=0)) < _INFINITE
 

@@ -82,7 +82,7 @@ class ShardHealth:
         self._phase = ""
 
     def drain(self) -> None:
-        """From now on the database has the problem that it has, if any: to be closed soon is none."""
+        """Stops looking at the database: it keeps the problem that it has, if any, and being closed soon is none."""
         self._phase, known = "the shard is draining", self._known or ""
         self._problem_of_database = lambda: known
 

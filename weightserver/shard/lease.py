@@ -35,7 +35,7 @@ class Lease:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._held: dict[bytes, _Held] = {}
-        """By the ids of the holders."""
+        """The leases by the ids of their holders."""
 
     def _newest(self, session_id: bytes, but: bytes = b"") -> _Held | None:
         """What was renewed last for `session_id` and is alive, by another process than that of the holder `but`."""

@@ -23,7 +23,7 @@ from weightserver.storage.lmdb_transaction import LmdbTransaction, open_database
 Result = TypeVar("Result")
 _PATIENCE_SECONDS = 10.0
 _ROOM_BYTES = 64 << 20
-"""By which the file may grow between its opening and the beginning of the snapshot."""
+"""How much the file may grow between its opening and the beginning of the snapshot."""
 
 
 def read_snapshot(directory: Path, read: Callable[[LmdbTransaction], Result]) -> Result:

@@ -85,7 +85,7 @@ class _Place(NamedTuple):
     step: int
     attempt: int
     doing: int
-    """Its position in `Doing`."""
+    """What the rank does: a position in `Doing`."""
 
     @property
     def number(self) -> int:

@@ -61,7 +61,7 @@ class Comparison:
     rows: Int64Array | None
     """Strictly increasing int64 (n,), the same on every rank; all of the table if None."""
     agreement: Agreement
-    """Of the ranks that read them."""
+    """The agreement of the ranks that read the rows."""
 
     @property
     def num_classes(self) -> int:

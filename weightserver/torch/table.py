@@ -36,7 +36,7 @@ from weightserver.torch.transfer import to_device
 from weightserver.torch.windows import RangesOrder
 
 _clients: weakref.WeakSet[WeightClient] = weakref.WeakSet()
-"""Those that threads of stores may be calling."""
+"""Clients that threads of stores may be calling."""
 
 
 class Table:
@@ -80,7 +80,7 @@ class Table:
     def _set_unopened(self) -> None:
         self.is_open = False
         self.client: WeightClient | None = None
-        """This rank's, once it is connected."""
+        """This rank's client, once it is connected."""
         self.epoch = 0
         """Number of the session; 0 for dense rows."""
         self.store: RowStore | None = None
