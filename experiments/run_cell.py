@@ -29,9 +29,9 @@ from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.evaluate import evaluation as evaluations
 from trainer.evaluate.command import parse
+from trainer.evaluate.encoders import encoder_of
 from trainer.evaluate.features import FeatureSet, encoder_features, pixel_features, untrained_encoder
 from trainer.evaluate.protocols import function_of
-from trainer.evaluate.subjects import load_subject
 from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
 from trainer.model import load_encoder, save_encoder
@@ -146,16 +146,16 @@ def _evaluate(method: str, evaluation: Evaluation, config: TrainConfig) -> None:
     file = config.run.output / EVALUATIONS / f"{evaluation.name}.json"
     if file.exists():
         return
-    subject_options = ["--pixels"] if method == PIXELS else ["--encoder", str(config.run.output / ENCODER_FILE)]
-    command = parse([*evaluation.arguments, *subject_options])
+    encoder_options = ["--pixels"] if method == PIXELS else ["--encoder", str(config.run.output / ENCODER_FILE)]
+    command = parse([*evaluation.arguments, *encoder_options])
     images = dataset_of(config.with_settings(num_images=None) if evaluation.all_images else config)
     if evaluation.validation:
         images = _validated(images)
-    subject = load_subject(command.subject)
-    identity = {"weights": subject.digest, "settings": asdict(command.settings), "images": images.digests}
+    encoder = encoder_of(command.encoder)
+    identity = {"weights": encoder.digest, "settings": asdict(command.settings), "images": images.digests}
     state = evaluations.state_directory(file.parent, evaluation.name, identity)
     ranks = Ranks(device=config.compute.torch_device())
-    made = evaluations.Evaluation(subject=subject, dataset=images, ranks=ranks, state=state)
+    made = evaluations.Evaluation(encoder=encoder, dataset=images, ranks=ranks, state=state)
     evaluations.evaluate(made, command.name, function_of(command.protocol), command.settings, file)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -148,7 +149,7 @@ class TrainConfig:
             self.negative_sampler(num_classes).check(self.optimization.batch_size)
 
     def to_json(self) -> str:
-        """The text of the run's config.json: the settings of all parts by name, with paths that hold in any directory."""
+        """The text of the run's config.json: the settings of all parts by name, with absolute paths."""
         settings = {"format": RUN_FORMAT} | {
             name: value for _, part in self.parts() for name, value in asdict(part).items() if name not in OF_ONE_START
         }

@@ -24,9 +24,9 @@ from trainer.data.manifest import is_packed
 from trainer.data.parts import WHOLE, Part, check_part_arguments
 from trainer.data.source_arguments import source_options
 from trainer.display import counting, shown, stage
+from trainer.evaluate.encoders import LoadedEncoder, encoder_of
 from trainer.evaluate.features import Advance, Frozen
-from trainer.evaluate.options import SubjectOptions
-from trainer.evaluate.subjects import Subject, load_subject
+from trainer.evaluate.options import EncoderOptions
 from trainer.feature_files import Batch, check_output, part_output, vectors_in_parts, write_features
 from trainer.ray_tasks import MOST_PARTS, on_ray
 from trainer.run.directory import is_run
@@ -60,7 +60,7 @@ def _embed(options: argparse.Namespace) -> str:
         _check_parts_of_bucket(options)
     kind = "run" if is_run(options.encoder) else "encoder"
     with stage("loading the encoder and listing the images"):
-        found = load_subject(SubjectOptions(**{kind: options.encoder, "checkpoint": options.checkpoint}))
+        found = encoder_of(EncoderOptions(**{kind: options.encoder, "checkpoint": options.checkpoint}))
         images = images_of(found, options)
     total = sum(map(len, images.values()))
     splits = f", of the splits {', '.join(images)}" if len(images) > 1 else ""
@@ -98,7 +98,7 @@ def _check_parts_of_bucket(options: argparse.Namespace) -> None:
         )
 
 
-def _digest(found: Subject, images: dict[str, DecodedImages], options: argparse.Namespace) -> str:
+def _digest(found: LoadedEncoder, images: dict[str, DecodedImages], options: argparse.Namespace) -> str:
     """What all parts have in common: the encoder, the images, and how they are read."""
     reading = [(name, len(each), each.digests, each.options.given) for name, each in images.items()]
     content = [found.digest, str(absolute(options.images)), reading]
@@ -121,12 +121,12 @@ def _absolute(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: absolute(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
 
-def _reading_of(found: Subject, options: argparse.Namespace) -> SourceOptions:
+def _reading_of(found: LoadedEncoder, options: argparse.Namespace) -> SourceOptions:
     told: SourceOptions | None = getattr(options, "reading", None)
     return told or source_options(options, found.reading_of(options.images))
 
 
-def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedImages]:
+def images_of(found: LoadedEncoder, options: argparse.Namespace) -> dict[str, DecodedImages]:
     """All images of a folder, list or pack by their splits, as squares for the encoder.
 
     Raises:
@@ -144,7 +144,7 @@ def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedI
 
 
 def embedded(
-    found: Subject, splits: dict[str, DecodedImages], device: torch.device, advance: Advance, part: Part = WHOLE
+    found: LoadedEncoder, splits: dict[str, DecodedImages], device: torch.device, advance: Advance, part: Part = WHOLE
 ) -> Iterator[Batch]:
     """Paths and features of all images of a part that can be read, batch by batch; each other one is reported on
     stderr.

@@ -46,7 +46,7 @@ def detect(evaluation: Evaluation, config: DetectConfig) -> Outcome:
         ValueError: an image or annotation is missing, damaged or not of VOC; the loss is not finite.
     """
     ranks = evaluation.ranks
-    detector = build_detector(*evaluation.subject.require_encoder("detect"), config).to(ranks.device)
+    detector = build_detector(*evaluation.encoder.require_encoder("detect"), config).to(ranks.device)
     train, test = read_splits(evaluation.folder("the folder of Pascal VOC, VOCdevkit"), config)
     check_batch(len(train), config.batch_size, ranks)
     network = _Loss(detector, config, bfloat16=evaluation.bfloat16)

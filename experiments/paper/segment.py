@@ -42,7 +42,7 @@ def segment(evaluation: Evaluation, config: SegmentConfig) -> Outcome:
         ValueError: the encoder is not a ResNet, or a batch has fewer images than there are ranks.
         ValueError: a folder, image or label is missing or damaged, or the loss is not finite.
     """
-    encoder, encoder_config = evaluation.subject.require_encoder("segment")
+    encoder, encoder_config = evaluation.encoder.require_encoder("segment")
     directory = evaluation.folder("the folder of Cityscapes, with leftImg8bit and gtFine")
     ranks, pixels = evaluation.ranks, encoder_config.pixels
     stages = resnet_stages(encoder, encoder_config)

@@ -15,9 +15,9 @@ from tests.helpers.small_run import PowerLoss
 from tests.helpers.torchrun import torchrun
 from trainer.data import Dataset
 from trainer.evaluate.__main__ import main
+from trainer.evaluate.encoders import LoadedEncoder
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.features import Advance
-from trainer.evaluate.subjects import Subject
 from trainer.model import EncoderConfig, TorchvisionEncoder
 from trainer.torchvision_schemas import import_module
 from weightserver.torch import Ranks
@@ -107,7 +107,7 @@ def made_evaluation(
     dataset = dataset or made_dataset()
     state.mkdir(parents=True, exist_ok=True)
     return Evaluation(
-        subject=Subject(name="made", encoder=encoder, config=config or EncoderConfig(image_size=SIDE)),
+        encoder=LoadedEncoder(name="made", module=encoder, config=config or EncoderConfig(image_size=SIDE)),
         dataset=dataset,
         data_dir=data_dir,
         state=state,
@@ -145,7 +145,7 @@ def interrupted_evaluation(
 ) -> tuple[Outcome, list[tuple[str, int]]]:
     """The outcome of an evaluation that failed once, and what was done after the failure."""
     fields = {
-        name: getattr(evaluation, name) for name in ("subject", "dataset", "state", "ranks", "data_dir", "bfloat16")
+        name: getattr(evaluation, name) for name in ("encoder", "dataset", "state", "ranks", "data_dir", "bfloat16")
     }
     try:
         run(Watched(**fields, seen=[], fails_at=fails_at))

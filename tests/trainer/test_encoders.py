@@ -23,8 +23,8 @@ from tests.helpers.small_run import EVERY, small_run
 from trainer.data import load_dataset
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import IMAGENET, normalise
-from trainer.evaluate.options import SubjectOptions
-from trainer.evaluate.subjects import load_subject
+from trainer.evaluate.encoders import encoder_of
+from trainer.evaluate.options import EncoderOptions
 from trainer.export.__main__ import main
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
@@ -248,8 +248,8 @@ def test_the_files_have_a_hash_and_a_card(tmp_path: Path) -> None:
     assert export(run, "--format", "timm", "--output", tmp_path / "labelled") == 0
     card = (tmp_path / "labelled/README.md").read_text()
     assert "with their labels" in card
-    subjects = [load_subject(SubjectOptions(encoder=tmp_path / name)) for name in ("out", "labelled")]
-    assert [subject.knows_labels for subject in subjects] == [False, True]
+    encoders = [encoder_of(EncoderOptions(encoder=tmp_path / name)) for name in ("out", "labelled")]
+    assert [encoder.knows_labels for encoder in encoders] == [False, True]
     assert not re.search("without using|self-supervised|instance classification$|its own class", card, re.MULTILINE)
 
 
@@ -265,7 +265,7 @@ def test_an_export_says_how_its_run_read_pixels(tmp_path: Path, name: str) -> No
     with safe_open(next(out.glob("*.safetensors")), "pt") as file:
         metadata = file.metadata()
     assert (json.loads(metadata["pixel_range"]), json.loads(metadata["alpha"])) == ([0, 4095], "ignore")
-    images = load_subject(SubjectOptions(encoder=out)).images
+    images = encoder_of(EncoderOptions(encoder=out)).images
     assert (images.pixel_range, images.alpha) == ((0, 4095), "ignore")
     assert (is_run(run), is_run(out)) == (True, False), "both have a config.json"
 

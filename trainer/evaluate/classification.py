@@ -61,7 +61,7 @@ def fine_tune(evaluation: Evaluation, config: FineTuneConfig) -> Outcome:
     Raises:
         ValueError: images without labels, fewer of them than a batch, or no encoder.
     """
-    evaluation.subject.require_encoder("fine-tuning")
+    evaluation.encoder.require_encoder("fine-tuning")
     dataset = evaluation.labelled()
     labelled = torch.arange(len(dataset.train_images))
     if config.labels < 1:

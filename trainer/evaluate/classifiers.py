@@ -77,9 +77,9 @@ class Classifiers:
         check_batch(len(ids), config.batch_size, evaluation.ranks)
         self._dataset, self._ranks, self._frozen = evaluation.labelled(), evaluation.ranks, frozen
         self._ids, self._config, self._epochs, self._evaluation = ids, config, epochs, evaluation
-        self._side, self._pixels = self._dataset.evaluated_side, evaluation.subject.pixels
+        self._side, self._pixels = self._dataset.evaluated_side, evaluation.encoder.pixels
         device = self._ranks.device
-        encoder = None if frozen else copy.deepcopy(evaluation.subject.network).to(device).eval()
+        encoder = None if frozen else copy.deepcopy(evaluation.encoder.network).to(device).eval()
         heads = self._heads(frozen or encoder, len(learning_rates), temperature)
         network = _Network(encoder, heads, bfloat16=evaluation.bfloat16)
         self._network = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]

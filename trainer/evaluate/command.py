@@ -11,7 +11,7 @@ import tyro
 
 from trainer.command_line import parsed_or_exit
 from trainer.data.config import SourceOptions
-from trainer.evaluate.options import EvaluationOptions, SubjectOptions
+from trainer.evaluate.options import EncoderOptions, EvaluationOptions
 from trainer.evaluate.protocols import PROTOCOLS, Protocol
 from trainer.settings import Settings, flag, set_help_texts
 from weightserver.common.spelling import did_you_mean
@@ -22,7 +22,7 @@ class Command(NamedTuple):
 
     name: str
     protocol: Protocol
-    subject: SubjectOptions
+    encoder: EncoderOptions
     options: EvaluationOptions
     settings: Settings
     reading: dict[str, Any]
@@ -44,7 +44,7 @@ def parse(
         if not name or name.startswith("-"):
             raise ValueError(f"the protocol is missing: {hint}")
         raise ValueError(f"unknown protocol {name!r}: {did_you_mean(name, protocols, hint)}")
-    parts = (SubjectOptions, EvaluationOptions, SourceOptions, *(type(one.settings) for one in protocols.values()))
+    parts = (EncoderOptions, EvaluationOptions, SourceOptions, *(type(one.settings) for one in protocols.values()))
     for settings in parts:
         set_help_texts(settings)
 
@@ -60,7 +60,7 @@ def parse(
 
     options = [one for settings in parts for one in fields(settings)]
     parsed = parsed_or_exit(parse, [name, *_without_commas(arguments[1:])], options, command=program)
-    for part in (parsed.subject, parsed.options, parsed.settings, SourceOptions(**parsed.reading)):
+    for part in (parsed.encoder, parsed.options, parsed.settings, SourceOptions(**parsed.reading)):
         part.check()
     flags = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     return parsed._replace(reading={name: value for name, value in parsed.reading.items() if flag(name) in flags})
@@ -80,14 +80,14 @@ def _without_commas(arguments: Sequence[str]) -> list[str]:
 
 def _parsed_by(name: str, protocol: Protocol) -> Callable[..., Command]:
     def command(
-        subject: SubjectOptions, general: EvaluationOptions, reading: SourceOptions, settings: Any = protocol.settings
+        encoder: EncoderOptions, general: EvaluationOptions, reading: SourceOptions, settings: Any = protocol.settings
     ) -> Command:
         given = {one.name: getattr(reading, one.name) for one in fields(SourceOptions)}
-        return Command(name, protocol, subject, general, settings, given)
+        return Command(name, protocol, encoder, general, settings, given)
 
     command.__annotations__["settings"] = type(protocol.settings)
     command.__annotations__ |= {
-        "subject": SubjectOptions,
+        "encoder": EncoderOptions,
         "general": EvaluationOptions,
         "reading": SourceOptions,
     }  # not their names as text

@@ -1,4 +1,4 @@
-"""One evaluation: its subject, the device and ranks it runs on, its state on disk and its result."""
+"""One evaluation: its encoder, the device and ranks it runs on, its state on disk and its result."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch
 
 from trainer.data import Dataset
 from trainer.display import counting
+from trainer.evaluate.encoders import LoadedEncoder
 from trainer.evaluate.features import Advance, Frozen
-from trainer.evaluate.subjects import Subject
 from trainer.settings import Settings
 from weightserver.common.atomic_files import atomic_write, directory_lock
 from weightserver.torch import Ranks
@@ -41,7 +41,7 @@ class Outcome:
 class Evaluation:
     """What is evaluated, on what images, and where; the same on each rank but for `ranks`."""
 
-    subject: Subject
+    encoder: LoadedEncoder
     dataset: Dataset | None = None
     """The labelled images; protocols with a format of their own read `data_dir` instead."""
     images: dict[str, Any] = field(default_factory=dict)
@@ -63,9 +63,9 @@ class Evaluation:
 
     def frozen(self) -> Frozen:
         """The encoder, on the device."""
-        network, device = self.subject.network, self.ranks.device
+        network, device = self.encoder.network, self.ranks.device
         network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # as in training, to the bit
-        return Frozen(network, self.subject.pixels, device, bfloat16=self.bfloat16)
+        return Frozen(network, self.encoder.pixels, device, bfloat16=self.bfloat16)
 
     def folder(self, what: str) -> Path:
         """`data_dir`. Raises ValueError, which says `what` to give, without one."""
@@ -102,24 +102,24 @@ def evaluate(
         config: the protocol's settings.
 
     Raises:
-        ValueError: the subject, the images and the settings do not fit each other.
+        ValueError: the encoder, the images and the settings do not fit each other.
         OSError: the result or the state cannot be written.
     """
     started = time.perf_counter()
     config.check()
-    evaluation.subject.check_finite()
+    evaluation.encoder.check_finite()
     settings = asdict(config) | {"bfloat16": evaluation.bfloat16}
     with _alone(evaluation, file):
         resumed = evaluation.prepare_state()
         outcome = protocol(evaluation, config)
         result = {
             "protocol": name,
-            "subject": evaluation.subject.name,
+            "subject": evaluation.encoder.name,
             **outcome.results,
             "chosen": outcome.chosen,
             "settings": settings,
             **evaluation.images,
-            "weights": evaluation.subject.digest,
+            "weights": evaluation.encoder.digest,
             "ranks": evaluation.ranks.world_size,
             "device": evaluation.ranks.device.type,
             "seconds": round(time.perf_counter() - started, 3),

@@ -13,7 +13,7 @@ _KINDS = ("run", "encoder", "pixels")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectOptions(Settings):
+class EncoderOptions(Settings):
     """What to evaluate: exactly one of --run, --encoder and --pixels."""
 
     run: Path | None = None

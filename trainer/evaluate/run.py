@@ -17,11 +17,11 @@ from trainer.data.decoded_images import DecodedImages
 from trainer.display import stage
 from trainer.distributed import process_group
 from trainer.evaluate.command import Command
+from trainer.evaluate.encoders import LoadedEncoder, encoder_of
 from trainer.evaluate.evaluation import Evaluation, evaluate, state_directory
 from trainer.evaluate.options import EvaluationOptions
 from trainer.evaluate.protocol import check_classes, with_held_out
 from trainer.evaluate.protocols import function_of
-from trainer.evaluate.subjects import Subject, load_subject
 from trainer.settings import flag
 from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import shown
@@ -36,30 +36,30 @@ def run(command: Command) -> dict[str, Any] | None:
     """Runs an evaluation; returns the result that rank 0 wrote, None on other ranks.
 
     Raises:
-        ValueError: subject, images and settings do not fit each other.
+        ValueError: encoder, images and settings do not fit each other.
         OSError: the result cannot be written.
     """
     options, protocol = command.options, command.protocol
     device = ComputeConfig(device=options.device).torch_device()
     with process_group(device, timeout_seconds=_WAIT_SECONDS) as ranks:
         with stage("loading the encoder"):
-            subject = load_subject(command.subject, ranks)
+            encoder = encoder_of(command.encoder, ranks)
         if not protocol.pixels:
-            subject.require_encoder(command.name)
+            encoder.require_encoder(command.name)
         with stage("loading the images"):
-            images, dataset = _images(command, subject)
-        directory = options.output or subject.directory / DIRECTORY
-        name = options.name or "-".join(filter(None, (command.name, command.subject.checkpoint)))
+            images, dataset = _images(command, encoder)
+        directory = options.output or encoder.directory / DIRECTORY
+        name = options.name or "-".join(filter(None, (command.name, command.encoder.checkpoint)))
         identity = {
             "protocol": command.name,
             "settings": asdict(command.settings),
             "bfloat16": options.bfloat16,
-            "weights": subject.digest,
-            "encoder": subject.config and asdict(subject.config),
+            "weights": encoder.digest,
+            "encoder": encoder.config and asdict(encoder.config),
             "images": images,
         }
         evaluation = Evaluation(
-            subject=subject,
+            encoder=encoder,
             dataset=dataset,
             images=images,
             data_dir=options.data_dir,
@@ -73,7 +73,7 @@ def run(command: Command) -> dict[str, Any] | None:
     return result if ranks.is_first else None
 
 
-def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Dataset | None]:
+def _images(command: Command, encoder: LoadedEncoder) -> tuple[dict[str, Any], Dataset | None]:
     """What identifies the images, and the images themselves unless the protocol reads a format of its own.
 
     Raises:
@@ -85,11 +85,11 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Dataset
         if options.dataset is not None:
             raise ValueError(f"--dataset {options.dataset} is not for {command.name}: give its images by --data-dir")
         return {"dataset": own_format, "data_dir": options.data_dir and str(options.data_dir)}, None
-    name, directory = subject.data(options.dataset, options.data_dir)
-    reading = _reading(command, subject, name, directory)
-    loaded = _load(subject, name, directory, options, reading)
+    name, directory = encoder.data(options.dataset, options.data_dir)
+    reading = _reading(command, encoder, name, directory)
+    loaded = _load(encoder, name, directory, options, reading)
     dataset = loaded.evaluated
-    if held_out := loaded.can_hold_out and not subject.knows_labels:
+    if held_out := loaded.can_hold_out and not encoder.knows_labels:
         dataset = with_held_out(dataset)
         number, fitted = len(dataset.test_images), len(dataset.train_images)
         line = f"no test images: {number:,} of {fitted + number:,} training images, drawn by class, stand for them"
@@ -113,11 +113,11 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Dataset
     return images, dataset
 
 
-def _reading(command: Command, subject: Subject, name: str, directory: Path | None) -> SourceOptions:
+def _reading(command: Command, encoder: LoadedEncoder, name: str, directory: Path | None) -> SourceOptions:
     """How the images are read: as is given, otherwise as in the run."""
     if name not in DECODED:
         _refuse_reading(command, name)
-    return replace(subject.reading_of(directory), **command.reading)
+    return replace(encoder.reading_of(directory), **command.reading)
 
 
 def _refuse_reading(command: Command, images: str) -> None:
@@ -127,7 +127,7 @@ def _refuse_reading(command: Command, images: str) -> None:
 
 
 def _load(
-    subject: Subject,
+    encoder: LoadedEncoder,
     name: str,
     directory: Path | None,
     options: EvaluationOptions,
@@ -136,9 +136,9 @@ def _load(
     """The labelled images, of the encoder's size; a broken test image is an error."""
     if name not in (known := sorted([*DATASETS, *DECODED])):
         raise ValueError(f"--dataset {name!r} is unknown or has no labels: give {', '.join(known)}")
-    size: dict[str, Any] = {} if subject.config is None else {"image_size": subject.config.image_size}
+    size: dict[str, Any] = {} if encoder.config is None else {"image_size": encoder.config.image_size}
     dataset = load_dataset(name, directory, decode_threads=options.decode_threads, options=reading, **size)
     dataset = dataset.strict()
-    if subject.config is not None:
-        subject.check_images(dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1])
+    if encoder.config is not None:
+        encoder.check_images(dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1])
     return dataset

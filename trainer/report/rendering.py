@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trainer.evaluate.subjects import newest_encoder
+from trainer.evaluate.encoders import newest_encoder
 from trainer.loss import LossConfig
 from trainer.proportions import MEANINGS
 from trainer.report.inspection import Inspection, inspect_encoder

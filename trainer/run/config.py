@@ -58,7 +58,7 @@ class RunConfig(Settings):
 
     @property
     def name(self) -> str:
-        """The name of the run's directory, also if --output is . or ends in ..; servers, logs and metrics know the run by it."""
+        """The name of the run's directory, also if --output is . or ends in ..; servers, logs and metrics show it."""
         return Path(os.path.abspath(self.output)).name
 
     def check(self) -> None:

@@ -95,7 +95,7 @@ class Call:
         metrics.errors(*self.labels, status.name, outcome_of(status)).inc()
 
     def gave_up(self, error: BaseException) -> None:
-        """Notes the error that ends the call. One that is not of a shard is the caller's: it has left or closed the client."""
+        """Notes the error that ends the call; any but a shard's means that the caller left or closed the client."""
         if isinstance(error, WrongShardError):
             self.outcome = "failed"
         elif isinstance(error, WeightServerError):

@@ -27,7 +27,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stored(tmp_path: Path, encoder: nn.Module, num_images: int = 150) -> Tensor:
     evaluation = made_evaluation(encoder, tmp_path, made_dataset(num_images))
-    frozen = Frozen(encoder, evaluation.subject.pixels, torch.device("cpu"))
+    frozen = Frozen(encoder, evaluation.encoder.pixels, torch.device("cpu"))
     images = evaluation.labelled().train_images
     return stored_features(frozen, images, None, tmp_path / "train", Ranks(), lambda *_, **__: None)
 

@@ -18,10 +18,10 @@ from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate.command import parse
+from trainer.evaluate.encoders import LoadedEncoder
 from trainer.evaluate.features import Frozen
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.evaluate.run import _images, _reading
-from trainer.evaluate.subjects import Subject
 from trainer.model import EncoderConfig, build_model, save_encoder
 
 CONFIG = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2)
@@ -92,12 +92,12 @@ def test_images_are_read_as_in_the_run_however_their_folder_is_spelled(spelled: 
     plain_tree(tmp_path / "tree/train", 6)
     (tmp_path / "linked").symlink_to(tmp_path / "tree")
     images = DataConfig(dataset="folder", data_dir=tmp_path / "tree", split="train", alpha="ignore")
-    subject = Subject(name="a", encoder=None, config=None, images=images)
+    encoder = LoadedEncoder(name="a", module=None, config=None, images=images)
     given = ["knn", "--pixels", "--data-dir", str(tmp_path / (spelled or "other")), "--pixel-range", "0", "4095"]
     command = parse(given)
     with pytest.raises(ValueError, match="--pixel-range: idx is read in one way only"):
-        _reading(command, subject, "idx", None)
-    reading = _reading(command, subject, "folder", Path(given[3]))
+        _reading(command, encoder, "idx", None)
+    reading = _reading(command, encoder, "folder", Path(given[3]))
     assert (reading.split, reading.alpha) == ("train" if spelled else None, "ignore")
     assert reading.given["pixel_range"] == (0, 4095)
 
@@ -109,7 +109,7 @@ def test_results_on_a_pack_say_how_its_pixels_were_read(given: dict[str, str], t
     pack(tmp_path / "tree", tmp_path / "packed", PackOptions(source=SourceOptions(alpha="ignore")))
     words = [word for name, value in given.items() for word in (f"--{name}", value)]
     command = parse(["knn", "--pixels", "--dataset", "packed", "--data-dir", str(tmp_path / "packed"), *words])
-    images, _ = _images(command, Subject(name="a", encoder=None, config=None))
+    images, _ = _images(command, LoadedEncoder(name="a", module=None, config=None))
     assert images["pixels"] == {"alpha": "ignore", "background": "white"} | given
 
 

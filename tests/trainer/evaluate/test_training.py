@@ -34,11 +34,11 @@ from tests.helpers.evaluations import (
 from tests.helpers.made_cityscapes import make_cityscapes
 from trainer.distributed import process_group
 from trainer.evaluate.classification import fine_tune, linear
+from trainer.evaluate.encoders import encoder_of
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.knn import knn
-from trainer.evaluate.options import SubjectOptions
+from trainer.evaluate.options import EncoderOptions
 from trainer.evaluate.settings import SEMI_SUPERVISED, FineTuneConfig, KnnConfig, LinearConfig
-from trainer.evaluate.subjects import load_subject
 from trainer.evaluate.training import synchronise_batch_norm
 from trainer.model import EncoderConfig, build_model, save_encoder
 from weightserver.torch import Ranks
@@ -145,11 +145,11 @@ def of_all(directory: Path, ranks: Ranks | None = None) -> Outcome:
     if ranks is None or ranks.is_first:
         save_encoder(build_model(EncoderConfig(), seed=1).encoder, EncoderConfig(), path)
     given = path if ranks is None or ranks.is_first else Path("on another machine")
-    subject = load_subject(SubjectOptions(encoder=given), ranks or Ranks())
-    assert (subject.name, subject.config) == (str(path), EncoderConfig())
-    pixels = load_subject(SubjectOptions(pixels=True), ranks or Ranks())
-    assert (pixels.name, pixels.encoder) == ("raw pixels", None)
-    found |= {name: float(value.double().sum()) for name, value in subject.network.state_dict().items()}
+    encoder = encoder_of(EncoderOptions(encoder=given), ranks or Ranks())
+    assert (encoder.name, encoder.config) == (str(path), EncoderConfig())
+    pixels = encoder_of(EncoderOptions(pixels=True), ranks or Ranks())
+    assert (pixels.name, pixels.module) == ("raw pixels", None)
+    found |= {name: float(value.double().sum()) for name, value in encoder.network.state_dict().items()}
     if ranks is not None:
         own = made_evaluation(SeesRows(), directory / f"of rank {ranks.rank}", ranks=ranks)
         with pytest.raises(ValueError, match=r"not all ranks see .*: give --output, a folder that they share"):

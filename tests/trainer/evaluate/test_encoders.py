@@ -16,9 +16,9 @@ from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, small_run
 from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
-from trainer.evaluate import subjects
-from trainer.evaluate.options import SubjectOptions
-from trainer.evaluate.subjects import Subject, load_subject
+from trainer.evaluate import encoders
+from trainer.evaluate.encoders import LoadedEncoder, encoder_of
+from trainer.evaluate.options import EncoderOptions
 from trainer.export.encoders import export_encoder
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
@@ -44,10 +44,10 @@ def training(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "training", ignore=shutil.ignore_patterns(*ends))
 
 
-def assert_equal(found: Subject, expected: dict[str, Tensor]) -> None:
-    assert found.encoder is not None
-    assert not found.encoder.training
-    weights = found.encoder.state_dict()
+def assert_equal(found: LoadedEncoder, expected: dict[str, Tensor]) -> None:
+    assert found.module is not None
+    assert not found.module.training
+    weights = found.module.state_dict()
     assert weights.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(weights[key], tensor), key
@@ -61,10 +61,10 @@ def saved(path: Path, config: EncoderConfig = SMALL) -> Path:
 
 def test_the_end_of_a_run_and_an_older_checkpoint(trained: Path) -> None:
     name = checkpoint_name(EVERY)
-    older = load_subject(SubjectOptions(run=trained, checkpoint=name))
+    older = encoder_of(EncoderOptions(run=trained, checkpoint=name))
     assert_equal(older, encoder_tensors(trained / "checkpoints", name))
     assert older.name == f"{trained}, {name}"
-    found = load_subject(SubjectOptions(run=trained))
+    found = encoder_of(EncoderOptions(run=trained))
     encoder, config = load_encoder(trained / "encoder.safetensors")
     assert_equal(found, encoder.state_dict())
     assert (found.name, found.directory, found.config) == (str(trained), trained, config)
@@ -75,7 +75,7 @@ def test_the_end_of_a_run_and_an_older_checkpoint(trained: Path) -> None:
 
 
 def test_the_newest_checkpoint_of_a_run_that_trains(training: Path) -> None:
-    found = load_subject(SubjectOptions(run=training))
+    found = encoder_of(EncoderOptions(run=training))
     assert_equal(found, encoder_tensors(training / "checkpoints", checkpoint_name(NEWEST)))
     assert (found.name, found.directory) == (f"{training}, {checkpoint_name(NEWEST)}", training)
     assert found.config is not None
@@ -95,8 +95,8 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile(training: Path, monkeypatch
             return []
         return steps
 
-    monkeypatch.setattr(subjects, "saved_steps", listing)
-    found = load_subject(SubjectOptions(run=training))
+    monkeypatch.setattr(encoders, "saved_steps", listing)
+    found = encoder_of(EncoderOptions(run=training))
     assert listed == [NEWEST, 2 * EVERY]
     assert (found.name, found.config) == (str(training), SMALL)
 
@@ -104,13 +104,13 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile(training: Path, monkeypatch
 def test_a_damaged_checkpoint_is_an_error(training: Path) -> None:
     (training / "checkpoints" / f"{checkpoint_name(NEWEST)}.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="cannot be read"):
-        load_subject(SubjectOptions(run=training))
+        encoder_of(EncoderOptions(run=training))
 
 
 def test_the_data_of_a_run(tmp_path: Path) -> None:
     saved(tmp_path / "encoder.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(OF_RUN | {"dataset": "folder", "data_dir": "/images"}))
-    found = load_subject(SubjectOptions(run=tmp_path))
+    found = encoder_of(EncoderOptions(run=tmp_path))
     assert found.data(None, None) == ("folder", Path("/images"))
     assert found.data(None, Path("/more")) == ("folder", Path("/more"))
     assert found.data("cifar10", None) == ("cifar10", None)
@@ -124,7 +124,7 @@ def test_a_runs_images_are_found_from_another_directory(tmp_path: Path, monkeypa
     reading = {"dataset": "folder", "data_dir": Path("images"), "label_column": "kind"}
     (tmp_path / "config.json").write_text(small_run(tmp_path, encoder=SMALL, **reading).to_json())
     monkeypatch.chdir(tmp_path / "elsewhere")
-    found = load_subject(SubjectOptions(run=tmp_path))
+    found = encoder_of(EncoderOptions(run=tmp_path))
     images = tmp_path / "there" / "images"
     assert found.data(None, None) == ("folder", images)
     assert found.reading_of(images).label_column == "kind"
@@ -137,7 +137,7 @@ def test_images_of_a_runs_pack_are_read_as_the_pack_and_the_run_say(tmp_path: Pa
         plain_tree(tmp_path / "set" / folder, 3)
     pack(tmp_path / "set", tmp_path / "packed", PackOptions(source=SourceOptions(split="a:b")))
     images = DataConfig(dataset="packed", data_dir=tmp_path / "packed", alpha="ignore")
-    found = Subject(name="a", encoder=None, config=None, images=images)
+    found = LoadedEncoder(name="a", module=None, config=None, images=images)
     for source, name, split in (("set", "folder", "a:b"), ("packed", "packed", None), ("set/a", "folder", None)):
         assert found.data(None, tmp_path / source) == (name, tmp_path / source)
         reading = found.reading_of(tmp_path / source)
@@ -146,7 +146,7 @@ def test_images_of_a_runs_pack_are_read_as_the_pack_and_the_run_say(tmp_path: Pa
 
 def test_an_encoder_that_saw_white_sees_no_other_packs_background(tmp_path: Path) -> None:
     images = DataConfig.of_metadata(DataConfig().metadata(knows_labels=False))
-    found = Subject(name="a", encoder=None, config=None, images=images)
+    found = LoadedEncoder(name="a", module=None, config=None, images=images)
     reading = found.reading_of(tmp_path).of_pack(tmp_path, SourceOptions(background="black"))
     assert reading.rendering() == SourceOptions(background="white").rendering()
 
@@ -155,19 +155,19 @@ def test_the_file_of_a_run_says_whether_it_trained_on_labels(trained: Path, tmp_
     np.save(tmp_path / "labels.npy", np.arange(NUM_IMAGES) % 80)
     train(small_run(tmp_path / "run", steps=2, rows="dense", labels=str(tmp_path / "labels.npy")))
     files = [run / "encoder.safetensors" for run in (trained, tmp_path / "run")]
-    assert [load_subject(SubjectOptions(encoder=file)).knows_labels for file in files] == [False, True]
+    assert [encoder_of(EncoderOptions(encoder=file)).knows_labels for file in files] == [False, True]
 
 
 def test_an_encoder_file(tmp_path: Path) -> None:
     path = saved(tmp_path / "moco.safetensors")
-    found = load_subject(SubjectOptions(encoder=path))
+    found = encoder_of(EncoderOptions(encoder=path))
     assert_equal(found, build_model(SMALL, seed=1).encoder.state_dict())
     assert (found.name, found.directory, found.config) == (str(path), tmp_path / "moco", SMALL)
     assert found.data(None, None) == ("fashion-mnist", None)
     (tmp_path / "config.json").touch()
-    found = load_subject(SubjectOptions(encoder=saved(tmp_path / "encoder.safetensors")))
+    found = encoder_of(EncoderOptions(encoder=saved(tmp_path / "encoder.safetensors")))
     assert found.directory == tmp_path  # that of its run
-    found = load_subject(SubjectOptions(encoder=saved(tmp_path / "no_suffix")))
+    found = encoder_of(EncoderOptions(encoder=saved(tmp_path / "no_suffix")))
     assert found.directory == tmp_path / "no_suffix-results"
 
 
@@ -178,7 +178,7 @@ def test_an_export(tmp_path: Path) -> None:
     (file, *_) = export_encoder(run, "torchvision", exported)
     expected = build_model(SMALL, seed=1).encoder.state_dict()
     for given, directory in ((exported, exported), (file, exported / file.stem)):
-        found = load_subject(SubjectOptions(encoder=given))
+        found = encoder_of(EncoderOptions(encoder=given))
         assert_equal(found, expected)
         assert found.directory == directory
         assert found.config is not None
@@ -214,6 +214,6 @@ def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, A
         for name, value in options.items()
     }
     with pytest.raises(ValueError, match=r".") as refused:
-        load_subject(SubjectOptions(**filled))
+        encoder_of(EncoderOptions(**filled))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)

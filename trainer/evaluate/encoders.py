@@ -17,7 +17,7 @@ from trainer.data.config import FOLDER, KNOWS_LABELS, DataConfig, SourceOptions,
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pixels import PixelScale
 from trainer.evaluate.features import RAW, RawPixels
-from trainer.evaluate.options import SubjectOptions
+from trainer.evaluate.options import EncoderOptions
 from trainer.model import EncoderConfig, load_encoder
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
 from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, is_run, read_encoder, read_settings
@@ -29,12 +29,12 @@ _MOST_ATTEMPTS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class LoadedEncoder:
     """What is evaluated, and where its results go."""
 
     name: str
     """For people: "runs/a, step-000000001000", "raw pixels"."""
-    encoder: nn.Module | None
+    module: nn.Module | None
     """Maps normalised float32 [B, C, H, W] to features [B, d]; in eval mode, on the CPU. None: raw pixels."""
     config: EncoderConfig | None
     """None for raw pixels."""
@@ -49,7 +49,7 @@ class Subject:
     @property
     def network(self) -> nn.Module:
         """The encoder, or `RawPixels`."""
-        return self.encoder if self.encoder is not None else RawPixels()
+        return self.module if self.module is not None else RawPixels()
 
     @property
     def pixels(self) -> PixelScale:
@@ -67,9 +67,9 @@ class Subject:
 
     def require_encoder(self, protocol: str) -> tuple[nn.Module, EncoderConfig]:
         """The encoder and its settings. Raises ValueError for raw pixels."""
-        if self.encoder is None or self.config is None:
+        if self.module is None or self.config is None:
             raise ValueError(f"{protocol} needs an encoder, not raw pixels: give --run or --encoder")
-        return self.encoder, self.config
+        return self.module, self.config
 
     def check_images(self, channels: int, side: int) -> None:
         """Raises ValueError if the encoder is for images of other channels or another size."""
@@ -116,7 +116,7 @@ class Subject:
         return replace(own, **packed.options.given | own.given) if packed and packed.is_of(source) else pixels
 
 
-def load_subject(options: SubjectOptions, ranks: Ranks | None = None) -> Subject:
+def encoder_of(options: EncoderOptions, ranks: Ranks | None = None) -> LoadedEncoder:
     """Loads what the options name. The first rank reads it, and the others receive it: all have the same checkpoint.
 
     Raises:
@@ -132,22 +132,22 @@ def load_subject(options: SubjectOptions, ranks: Ranks | None = None) -> Subject
     return found[0]
 
 
-def _load(options: SubjectOptions) -> Subject:
+def _load(options: EncoderOptions) -> LoadedEncoder:
     if options.run is not None:
         return _of_run(options.run, options.checkpoint)
     if options.encoder is not None:
         return _of_file(options.encoder)
-    return Subject(name="raw pixels", encoder=None, config=None)
+    return LoadedEncoder(name="raw pixels", module=None, config=None)
 
 
-def _of_run(run: Path, checkpoint: str | None) -> Subject:
+def _of_run(run: Path, checkpoint: str | None) -> LoadedEncoder:
     if run.is_dir() and not is_run(run):  # an export, perhaps, which may have a config.json of its own
         raise ValueError(f"{run} holds no run: give the --output of one, or an encoder's file or export by --encoder")
     settings = read_settings(run)
     (encoder, config), state = (read_encoder(run, checkpoint), checkpoint) if checkpoint else newest_encoder(run)
-    return Subject(
+    return LoadedEncoder(
         name=f"{run}, {state}" if state else str(run),
-        encoder=encoder,
+        module=encoder,
         config=config,
         directory=run,
         images=settings_of(DataConfig, settings),
@@ -174,16 +174,16 @@ def newest_encoder(run: Path) -> tuple[tuple[nn.Module, EncoderConfig], str]:
     raise ValueError(f"{run} has neither {ENCODER_FILE} nor a checkpoint yet: wait for its first checkpoint")
 
 
-def _of_file(path: Path) -> Subject:
+def _of_file(path: Path) -> LoadedEncoder:
     """An encoder file of ours, or an exported one; of a directory, the one in it."""
     file = _exported_file(path) if path.is_dir() else path
     metadata = _metadata(file)
     if file.exists() and not metadata.get("format", "").startswith("pic-encoder"):
         raise ValueError(f"{file} is no encoder file of this trainer: give weights of others to 'pic export import'")
     encoder, config = load_encoder(file)
-    return Subject(
+    return LoadedEncoder(
         name=str(file),
-        encoder=encoder,
+        module=encoder,
         config=config,
         directory=path if path.is_dir() else _directory_for(file),
         images=DataConfig.of_metadata(metadata),
