@@ -123,12 +123,13 @@ def test_a_dangling_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_never_began_takes_init(tmp_path: Path) -> None:
-    """LMDB creates a file before it writes anything to it."""
+    """LMDB creates a file before it writes anything to it, and databases before a shard is in them."""
     lmdb.open(str(tmp_path), lib_version=0).close()
     with pytest.raises(StorageError, match="is empty: is its disk mounted"):
         LmdbStorage(tmp_path, must_exist=True)
     LmdbStorage(tmp_path).close()
-    LmdbStorage(tmp_path, must_exist=True).close()
+    with pytest.raises(StorageError, match="holds no shard yet: repeat the 'restore', 'reshard' or 'serve --init'"):
+        LmdbStorage(tmp_path, must_exist=True)
 
 
 @pytest.mark.guard

@@ -45,6 +45,8 @@ _READING_THREADS = 16
 _WRITE_BACK_BYTES = 32 << 20
 """Bytes of a transaction's blocks from which on the disk writes while LMDB still copies pages to the system: fewer
 are copied before a thread gains anything."""
+_MADE = 1
+"""Number of the transaction that makes the databases of a new directory."""
 _DAMAGE = (
     lmdb.BadChecksumError,
     lmdb.CorruptedError,
@@ -112,7 +114,7 @@ class LmdbStorage:
             if os.fstat(self._data).st_size < _used_bytes(self._env):
                 check_end(files.data_file(directory))
             self._databases = self._open_databases(must_exist=must_exist)
-            self._contents = self._read_contents(last_transaction)
+            self._contents = self._read_contents(last_transaction, must_exist=must_exist)
             """The value that the last transaction stored."""
             self._reading = ThreadPoolExecutor(_READING_THREADS, "read-ahead")
             if not readonly:
@@ -159,9 +161,9 @@ class LmdbStorage:
                     data.unlink(missing_ok=True)  # a full disk may have taken a part, which would count as damage
             raise
 
-    def _read_contents(self, last_transaction: int) -> bytes:
+    def _read_contents(self, last_transaction: int, *, must_exist: bool) -> bytes:
         """Raises DamagedFileError if the data file is an old copy, or LMDB takes one of its first pages for newer than
-        it is, or lost those that it wrote last."""
+        it is, or lost those that it wrote last; StorageError if nothing was written after the databases were made."""
         with self._env.begin() as txn:
             number, stored = txn.id(), txn.get(CONTENTS) or b""
         if number < last_transaction or not Contents.is_of(stored, number):
@@ -169,6 +171,11 @@ class LmdbStorage:
                 f"{self.directory}: data.mdb lacks transactions that it had, as after damage of its first pages or "
                 "when an old copy was put back: restore it, or remove owner.lock to serve it as it is",
                 ["it lacks transactions that it had"],
+            )
+        if must_exist and number == _MADE:
+            raise StorageError(
+                f"{self.directory} holds no shard yet: repeat the 'restore', 'reshard' or 'serve --init' that was "
+                "stopped"
             )
         return stored
 

@@ -25,13 +25,14 @@ from tests.helpers.operations import (
     reshard_all,
     targets_in,
 )
-from weightserver import DataLossError, LocalCluster, NoTableError, WeightClient
+from weightserver import DataLossError, LocalCluster, NoTableError, StorageError, WeightClient
 from weightserver.common.atomic_files import sha256
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
 from weightserver.operations.backup_places import Folder
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.restore import restore
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 
 @pytest.mark.guard
@@ -125,6 +126,9 @@ def test_a_killed_restore_can_be_repeated(
     commands = [
         ["restore", tmp_path / "backup", "--data-dir", target, "--shard", shard] for shard, target in enumerate(targets)
     ]
+    dies("weightserver.storage.directory:OwnerLock.record_transaction", 1, *commands[0])
+    with pytest.raises(StorageError, match="shard-0 holds no shard yet: repeat the 'restore'"):
+        LmdbStorage(targets[0], must_exist=True)  # as 'serve' without --init does
     dies("weightserver.storage.shard_builder:ShardBuilder.add", 1, *commands[0])
     assert "unfinished" in inspect_directory(targets[0])
     for command in commands:
