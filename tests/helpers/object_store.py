@@ -64,6 +64,8 @@ class Proxy:
         """Writes of objects whose path begins so are answered with 403."""
         self.silent = "?"
         """Requests of objects whose path begins so meet no answer."""
+        self.listed = (b"", b"")
+        """What lists have, and what they are to have instead, as of a store that allows more names."""
         self._closing = threading.Event()
         proxy = self
 
@@ -110,7 +112,7 @@ class Proxy:
 
     def heal(self) -> None:
         self.faults.clear()
-        self.always, self.refused, self.silent = None, "", "?"
+        self.always, self.refused, self.silent, self.listed = None, "", "?", (b"", b"")
         self.requests.clear()
 
     def close(self) -> None:
@@ -143,6 +145,8 @@ class Proxy:
             connection.endheaders(content)
             answer = connection.getresponse()
             body = answer.read()
+            if "list-type=2" in handler.path:
+                body = body.replace(*self.listed)
             handler.send_response_only(answer.status)
             for name, value in answer.getheaders():
                 if name.lower() not in ("connection", "transfer-encoding", "content-length"):

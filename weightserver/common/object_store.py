@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import socket
 import time
 from argparse import ArgumentTypeError
@@ -36,6 +37,8 @@ _ENDING_SECONDS = 5
 """How long a request may take while the process ends."""
 _MOST_CHECKSUMS = 200
 """Stores keep 2 KB of notes about an object."""
+_CHECKSUMS = re.compile(r"\d+ \d+( [0-9a-f]{8})*")
+"""The note of an object's segments; that of another program may have the same name."""
 _LISTS = 3
 """How often a list is asked for until it is complete."""
 _ROLES = (
@@ -55,6 +58,7 @@ class Reason(Enum):
 
     MISSING = "no such object, or no such bucket: check its name"
     DENIED = "access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the rights of their role"
+    UNLISTED = "no such bucket, or names in it that cannot be read (with //, /./, /../, control characters): check it"
     CUT_OFF = "it is shorter than it was: upload it again"
     DAMAGED = "it does not match its checksum: remove it and upload it again"
     REPLACED = "it is another object than it was: give the place of the earlier one, or start again with this one"
@@ -259,7 +263,7 @@ def _get_range(path: Path, start: int, stop: int) -> tuple[Found, dict[str, str]
 
 def _matches(content: memoryview, start: int, noted: str) -> bool:
     """Whether bytes of an object, from `start` on, match what `upload` noted if they are one of its segments."""
-    size, num_bytes, *checksums = noted.split() or ("1", "0")
+    size, num_bytes, *checksums = noted.split() if _CHECKSUMS.fullmatch(noted) else ("1", "0")
     number, offset = divmod(start, int(size))
     is_segment = not offset and start + len(content) == min(start + int(size), int(num_bytes))
     return not is_segment or f"{crc32(content):08x}" == checksums[number]
@@ -314,7 +318,7 @@ def _answer(path: Path, ask: Callable[[Any, str], Answer]) -> Answer:
 
 def _listed(path: Path, ask: Callable[[Any, str | None], Any]) -> Any:
     """What a call says of the objects below a path. obstore has no error of its own for a list of a bucket that is
-    missing, and does not repeat a list that was cut off."""
+    missing, or with a name that is no path, and does not repeat a list that was cut off."""
     for _ in range(_LISTS):
         try:
             return _answer(path, lambda store, key: ask(store, f"{key}/" if key else None))
@@ -322,7 +326,7 @@ def _listed(path: Path, ask: Callable[[Any, str | None], Any]) -> Any:
             if error.reason is not Reason.NO_ANSWER:
                 raise
             find(path / "any")  # which the store answers, or there is an error
-    raise ObjectStoreError(path, Reason.MISSING)
+    raise ObjectStoreError(path, Reason.UNLISTED)
 
 
 @lru_cache(16)
@@ -364,8 +368,9 @@ def _obstore() -> Any:
 
 
 def _all_found(path: Path, metas: Iterable[Any]) -> list[Found]:
+    """The objects below a path; the empty one named PATH/, by which consoles make a folder, is none."""
     bucket = Path(*path.parts[:2])
-    return [_found(bucket / meta["path"], meta) for meta in metas]
+    return [_found(there, meta) for meta in metas if (there := bucket / meta["path"]) != path]
 
 
 def _found(path: Path, meta: Any) -> Found:

@@ -71,10 +71,15 @@ class Folder:
             yield write
 
     def remove(self) -> None:
-        """Removes the backup; one that is removed in part is none any more, and `remove_killed` removes the rest."""
+        """Removes the backup, and nothing else that is in its folder; one that is removed in part is none any more, and
+        `remove_killed` removes the rest."""
         (self.path / MANIFEST).unlink()
         partial = self.path.with_name(f".{self.name}-{os.urandom(4).hex()}.partial")
-        self.path.rename(partial)
+        partial.mkdir(PRIVATE_DIRECTORY)
+        for shard in self.path.glob("shard-*"):
+            shard.rename(partial / shard.name)
+        with contextlib.suppress(OSError):  # another backup may be in it
+            self.path.rmdir()
         shutil.rmtree(partial)
 
     def remove_killed(self) -> None:
@@ -117,7 +122,7 @@ class BucketFolder:
 
     @contextlib.contextmanager
     def new(self) -> Iterator[Write]:
-        if not all(_FILE.fullmatch(str(path.relative_to(self.path))) for path in object_store.below(self.path)):
+        if not all(map(self._has, object_store.below(self.path))):
             raise ValueError(f"{self} is not empty: give another folder")
 
         written = list[Path]()
@@ -151,10 +156,14 @@ class BucketFolder:
         if not is_first or not found.issuperset(mine):
             object_store.remove(mine)
             raise ValueError(f"another command wrote to {self} meanwhile: give another folder")
-        object_store.remove(list(found.difference(mine)))
+        object_store.remove(list(filter(self._has, found.difference(mine))))
+
+    def _has(self, path: Path) -> bool:
+        """Whether an object below this name is a backup's of this name, but not its manifest."""
+        return bool(_FILE.fullmatch(str(path.relative_to(self.path))))
 
     def remove(self) -> None:
-        found = object_store.below(self.path)  # what is written from now on is another backup's
+        found = list(filter(self._has, object_store.below(self.path)))  # what is written from now on is another's
         object_store.remove([self.path / MANIFEST])
         object_store.remove(found)
 

@@ -25,11 +25,11 @@ from tests.helpers.operations import (
     targets_in,
 )
 from tests.helpers.watching import wait_until
-from tests.integration.operations.backups import by_another
+from tests.integration.operations.backups import before_copying, by_another, restored
 from weightserver import LocalCluster, WeightClient
 from weightserver.common import object_store as objects
 from weightserver.operations import backup as backups
-from weightserver.operations.backup_places import place_at
+from weightserver.operations.backup_places import MANIFEST, place_at
 from weightserver.operations.restore import restore
 
 BACKUPS = Path("s3://backups/a run")
@@ -139,6 +139,28 @@ def test_of_two_commands_to_one_name_one_succeeds(
     assert len({name.split("-")[-1] for name in stored() if "shard-" in name}) == (another_one != "is removed again")
 
 
+def test_what_lies_in_the_folder_of_a_backup_stays(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another backup, when that of the folder is complete, and when it is removed."""
+    kept = make_table(client)
+    before_copying(monkeypatch, lambda: by_another(cluster, BACKUPS / "all/mon", checkpoint="one"))
+    backups.backup(client, BACKUPS / "all")
+    backups.backup(client, BACKUPS / "next", keep=1)
+    assert "all/manifest.json" not in stored()
+    assert same(restored(BACKUPS / "all/mon", tmp_path), kept)
+
+
+def test_a_folder_that_a_console_has_made_is_empty(server: Proxy) -> None:
+    """By an object without content, whose name ends in a slash."""
+    objects.write(BACKUPS / "mon/folder", b"")
+    server.listed = (b"mon/folder<", b"mon/<")
+    with place_at(BACKUPS / "mon").new() as write:
+        write(MANIFEST, b"complete")
+    server.heal()
+    assert stored() == ["mon/folder", "mon/manifest.json"]
+
+
 @pytest.mark.guard
 def test_ctrl_c_ends_a_backup_that_waits_for_a_silent_store(
     cluster: LocalCluster, client: WeightClient, server: Proxy
@@ -196,7 +218,7 @@ def test_a_bucket_that_refuses_is_one_line(
         assert_one_line(weightserver("backup", *cluster.addresses, "--output", output), message)
 
     fails("s3://backups is a whole bucket: give s3://BUCKET/NAME", "s3://backups")
-    fails(": no such object, or no such bucket: check its name", "s3://none/a/mon")
+    fails(": no such bucket, or names in it that cannot be read", "s3://none/a/mon")
     objects.write(BACKUPS / "mon/notes", b"mine")
     fails("s3://backups/a run/mon is not empty: give another folder")
     fails("s3://backups/a run is not empty: give another folder", "s3://backups/a run")

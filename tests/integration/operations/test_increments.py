@@ -274,6 +274,15 @@ def test_of_two_commands_at_once_the_newer_removes_the_others_backup(
     assert {path.name for path in (tmp_path / "backups").iterdir()} == {"newest"}
 
 
+def test_what_lies_in_a_backup_that_is_removed_stays(client: WeightClient, tmp_path: Path) -> None:
+    backups, kept = tmp_path / "backups", make_table(client)
+    backup(client, backups / "all", checkpoint="one")
+    backup(client, backups / "all/mon", checkpoint="one")
+    backup(client, backups / "next", keep=1)
+    assert not (backups / "all/manifest.json").exists()
+    assert same(restored(backups / "all/mon", tmp_path / "new"), kept)
+
+
 def test_what_killed_backups_left_is_removed(client: WeightClient, tmp_path: Path) -> None:
     """They have a name of their own each night, so that no command is repeated which would remove it."""
     backups, file = tmp_path / "backups", "shard-0/blocks-000000000000000.safetensors"

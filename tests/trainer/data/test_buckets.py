@@ -508,7 +508,8 @@ def test_sources_in_a_bucket_are_those_on_a_disk(bucket: Proxy, shards: Path, tm
     assert not bucket.ranges()
     assert len(bucket.lists()) == 1
     content = (shards / "00000.tar").read_bytes()
-    put(SOURCE.with_name("00001.tar"), content)  # of the same length, perhaps in the same second
+    noted = {"crc32": "3610a686"}  # by another program
+    put(SOURCE.with_name("00001.tar"), content, noted)  # of the same length, perhaps in the same second
     (tmp_path / "cache/sources/images/source/gone.tar").write_bytes(content)
     copied = read_source(SOURCE.parent, options(tmp_path)).train.listing
     assert len(copied) == 36
@@ -631,7 +632,7 @@ def test_sources_that_are_missing_or_too_large_are_one_line(bucket: Proxy, shard
     for source, mib, message in (
         ("s3://images/source/{00001..00003}.tar", 10.0, "1 of its 3 files are missing, first {}/00003.tar"),
         ("s3://images/no/{00001..00003}.tar", 10.0, "3 of its 3 files are missing"),
-        ("s3://nowhere/{00001..00003}.tar", 10.0, f"s3://nowhere: {Reason.MISSING.value}"),
+        ("s3://nowhere/{00001..00003}.tar", 10.0, f"s3://nowhere: {Reason.UNLISTED.value}"),
         ("s3://images/no", 10.0, f"s3://images/no: {Reason.MISSING.value}"),
         ("s3://images/source", 0.01, "more than --cache-gib: give more"),
         ("s3://images/source/{00001..00001}.zip", 10.0, "1 of its 1 files are missing"),
@@ -641,6 +642,9 @@ def test_sources_that_are_missing_or_too_large_are_one_line(bucket: Proxy, shard
     with pytest.raises(ValueError, match="give --cache-dir"):
         read_source(SOURCE)
     assert not list((tmp_path / "cache").rglob("*.tar"))
+    bucket.listed = (b"source/00001.tar", b"source//0001.tar")
+    with pytest.raises(ValueError, match="names in it that cannot be read"):
+        read_source(SOURCE.parent, options(tmp_path))
 
 
 def test_a_pack_is_uploaded_continued_and_extended(bucket: Proxy, tmp_path: Path) -> None:
