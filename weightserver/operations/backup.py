@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from itertools import islice, takewhile
 from pathlib import Path
@@ -82,7 +82,8 @@ def backup(
         client.join_newest_session()
         with _held(client, chosen) as held:
             info = client.describe()
-            name, base = _last_backup(place, held, info) if incremental else ("", None)
+            others = _others(place, info.identity.hex())
+            name, base = _last_backup(others, held, info) if incremental else ("", None)
             shards = _copy_shards(client, held, base, info, write)
             made = Backup(
                 checkpoint=chosen.name,
@@ -92,7 +93,7 @@ def backup(
                 epoch=info.epoch,
                 spec=info.spec,
                 version=__version__,
-                created=datetime.now(UTC).isoformat(timespec="microseconds"),
+                created=_time_after(others),
                 shards=shards,
                 table_identity=info.identity.hex(),
                 base=name,
@@ -149,12 +150,18 @@ def _others(place: Place, table_identity: str) -> dict[str, Backup]:
     }
 
 
-def _last_backup(place: Place, held: Checkpoint, info: TableInfo) -> tuple[str, Backup | None]:
-    """The newest backup beside this one, and its name, whose checkpoint all shards still keep, not later than `held`;
-    empty and None if there is none."""
+def _time_after(others: dict[str, Backup]) -> str:
+    """The time, or one after those of other backups: the clock by which these were made may have been ahead."""
+    times = (datetime.fromisoformat(made.created) + timedelta(microseconds=1) for made in others.values())
+    return max([datetime.now(UTC), *times]).isoformat(timespec="microseconds")
+
+
+def _last_backup(others: dict[str, Backup], held: Checkpoint, info: TableInfo) -> tuple[str, Backup | None]:
+    """The newest of other backups, and its name, whose checkpoint all shards still keep, not later than `held`; empty
+    and None if there is none."""
     common = [one.name for one in common_checkpoints([shard.checkpoints for shard in info.shards])]
     kept = {backup_name(held), *takewhile(lambda name: name != held.name, common)}.intersection(common)
-    for name, made in reversed(_others(place, info.identity.hex()).items()):
+    for name, made in reversed(others.items()):
         if backup_name(made.kept) in kept and len(made.shards) == len(info.shards):
             return name, made
     return "", None

@@ -274,6 +274,17 @@ def test_of_two_commands_at_once_the_newer_removes_the_others_backup(
     assert {path.name for path in (tmp_path / "backups").iterdir()} == {"newest"}
 
 
+def test_a_clock_that_was_ahead_makes_no_backup_the_newest_for_ever(client: WeightClient, tmp_path: Path) -> None:
+    make_table(client)
+    backups = tmp_path / "backups"
+    for name in ("mon", "tue"):
+        made = backup(client, backups / name)
+        rewrite(backups / name, replace(made, created="2999-01-01T00:00:00.000000+00:00"))
+    for name in ("wed", "thu"):
+        backup(client, backups / name, keep=2)
+    assert {path.name for path in backups.iterdir()} == {"wed", "thu"}
+
+
 def test_what_lies_in_a_backup_that_is_removed_stays(client: WeightClient, tmp_path: Path) -> None:
     backups, kept = tmp_path / "backups", make_table(client)
     backup(client, backups / "all", checkpoint="one")
