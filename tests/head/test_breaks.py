@@ -284,8 +284,9 @@ def test_a_script_that_fails_does_not_wait_for_servers_that_are_gone(tmp_path: P
 
 
 def test_a_head_that_is_dropped_is_gone_at_once(embeddings: torch.Tensor) -> None:
-    """Without waiting for a garbage collection: another one may use its directory."""
+    """Without waiting for a garbage collection: another one may use its directory. Its sampler may stay."""
     head = ClassifierHead(NUM_CLASSES, 6, num_negatives=12, rows="dense")
+    sampler = head.sampler(batch_size=4)
     loss = head(embeddings, [1, 2, 3, 4])
     loss.backward()
     head.step(0.1)
@@ -294,6 +295,7 @@ def test_a_head_that_is_dropped_is_gone_at_once(embeddings: torch.Tensor) -> Non
     try:
         del head
         assert dropped() is None
+        assert len(next(iter(sampler))) == 4
     finally:
         gc.enable()
 

@@ -282,6 +282,7 @@ class ClassifierHead(nn.Module):
         """
         if classes is not None and not isinstance(classes, ClassOrder):
             classes = ClassOrder(classes, self.order)
+        steps = self._steps  # not the head, which would then be part of a circle, and outlive its last name
         sampler = WindowSampler(
             self.order if classes is None else classes,
             batch_size=batch_size,
@@ -289,7 +290,7 @@ class ClassifierHead(nn.Module):
             window_stride=window_stride,
             batches_per_step=batches_per_step,
             seed=seed,
-            next_step=lambda: self.num_steps,
+            next_step=lambda: steps.number,
             ranks=self._table.ranks_on(self.device),
         )
         self.negatives.check(sampler.step_size)
