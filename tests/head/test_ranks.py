@@ -220,6 +220,13 @@ def one_clips(rank: int) -> None:
     head.step(0.1, optimizer=encoder.optimizer, max_norm=1.0 if rank else None)
 
 
+def other_gradients(rank: int) -> None:
+    """Of encoders without DistributedDataParallel: each rank would clip by a factor of its own."""
+    encoder, head = Encoder(), dense()
+    head(encoder.module(INPUTS[[rank]]), [rank]).backward()
+    head.step(0.1, optimizer=encoder.optimizer, max_norm=1.0)
+
+
 def one_scales(rank: int) -> None:
     encoder, head, scaler = Encoder(), dense(), torch.amp.GradScaler("cpu", init_scale=1.0, enabled=rank == 1)
     scaler.scale(head(encoder.module(INPUTS[:1]), [rank])).backward()
@@ -335,6 +342,7 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
     other_samplers: ["the ranks announce different classes for step 0: give every rank's sampler the same arg"] * 2,
     late_ranks: ["the head, or its sampler, was used before torch.distributed was initialised, as if this process"] * 2,
     one_clips: ["max_norm must be the same on every rank, got -1 to 1 (-1: none)"] * 2,
+    other_gradients: ["the gradients of the ranks' encoders have norms from "] * 2,
     one_scales: ["the ranks' losses have different scales, 0 to 1 (0: none): share one scaler's"] * 2,
     one_gives_no_rate: [
         f"{A_RANK_FAILED} ends step 0 after 0 failed attempts: its own error says why; repeat the call on all of them",

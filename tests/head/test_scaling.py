@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.head.conftest import MakeHead, drop_table
@@ -222,7 +224,7 @@ def test_what_contradicts_itself_changes_nothing(make_head: MakeHead, embeddings
 @pytest.mark.guard
 @pytest.mark.timeout(600)
 def test_two_ranks_clip_and_overflow_together(make_head: MakeHead, of_ranks: Path) -> None:
-    """The rows of one rank overflow in the last step."""
+    """The rows of one rank overflow in the last step. With shards of the encoder, norms are the same."""
     dense, encoder = Dense(make_head("dense")), Encoder()
     expected = Result(clipped_by_torch(dense, encoder, MAX_NORM), encoder=encoder.weight())
     dense.visits += BATCHES[0]
@@ -249,4 +251,9 @@ def as_rank(directory: Path, servers: list[str]) -> None:
         scaler.update()
         assert scaler.get_scale() == 128
         torch.save(vars(Result(norms, head.rows(range(NUM_CLASSES)), encoder.weight())), directory / f"clipped-{rank}")
+    sharded = Encoder()
+    fully_shard(sharded.module, mesh=init_device_mesh("cpu", (2,)))
+    sharded.optimizer = torch.optim.SGD(sharded.module.parameters(), lr=0.1, momentum=0.9)
+    head = ClassifierHead(NUM_CLASSES, DIM, rows="dense", **SETTINGS)
+    torch.testing.assert_close(clipped(head, sharded, batches[:-1], MAX_NORM), norms, rtol=2e-5, atol=2e-6)
     drop_table(servers)

@@ -11,7 +11,7 @@ import torch
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.ranks import Ranks, gathered
 
-_MOST_VALUES = 3
+_MOST_VALUES = 4
 _NOTHING = (-float("inf"), -float("inf"))
 """The values of a rank that failed: those of any other one agree with them."""
 
@@ -47,12 +47,12 @@ class Agreement:
         """Whether this rank found what is to concern all of them; after the block, whether one did."""
         self._ranks = ranks
         self._here = _Place(step, attempt, _DOINGS.index(doing))
-        self._same: list[tuple[float, float, str]] = []
+        self._same: list[tuple[float, float, str, float]] = []
 
-    def same(self, message: str, *values: float) -> None:
-        """All these values, and those of every other rank, must be the same; the message says what to do otherwise, and
-        has places for the least and the largest one."""
-        self._same.append((max(values), -min(values), message))
+    def same(self, message: str, *values: float, tolerance: float = 0.0) -> None:
+        """All these values, and those of every other rank, must be the same, up to a part of the largest; the message
+        says what to do otherwise, and has places for the least and the largest one."""
+        self._same.append((max(values), -min(values), message, tolerance))
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +60,7 @@ class Agreement:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None and (self._ranks.world_size == 1 or not isinstance(error, Exception)):
             return
-        pairs = [_NOTHING if error else (most, least) for most, least, _ in self._same]
+        pairs = [_NOTHING if error else (most, least) for most, least, *_ in self._same]
         pairs += [_NOTHING] * (_MOST_VALUES - len(pairs))
         values = [self._here.number, -self._here.number, error is not None, self.found, *sum(pairs, ())]
         most, least, failed, found, *values = self._ranks.max_over_ranks(values)
@@ -73,8 +73,8 @@ class Agreement:
             )
         if most != -least:
             raise _disagreement(self._here, _Place.of(int(most)), _Place.of(int(-least)))
-        for (_, _, message), highest, lowest in zip(self._same, values[::2], values[1::2], strict=False):
-            if highest != -lowest:
+        for (*_, message, tolerance), highest, lowest in zip(self._same, values[::2], values[1::2], strict=False):
+            if highest + lowest > tolerance * highest:
                 raise ValueError(message.format(f"{0 - lowest:g}", f"{highest:g}"))
         self.found = bool(found)
 

@@ -509,6 +509,12 @@ class ClassifierHead(nn.Module):
             if max_norm is not None:
                 norms = scaling.norms(gradients)
                 agreement.found |= not bool(norms.isfinite().all())
+                agreement.same(
+                    "the gradients of the ranks' encoders have norms from {} to {}: max_norm needs the same on every "
+                    "rank, by DistributedDataParallel or fully_shard",
+                    float(norms[0].nan_to_num()),
+                    tolerance=1e-3,  # their GPUs may round differently
+                )
             if scaled is not None or norms is not None or gradients.device.type == "cpu":  # else a GPU need not wait
                 bad = None if math.isfinite(gradients.sum()) else step.bad_class(gradients)
                 agreement.found |= bad is not None

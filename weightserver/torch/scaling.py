@@ -93,7 +93,9 @@ class Scaling:
         of_encoder = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         if any(gradient.layout != torch.strided for gradient in of_encoder):
             raise ValueError("max_norm cannot clip sparse gradients: make the encoder's embeddings with sparse=False")
-        norms = torch.nn.utils.get_total_norm(of_encoder), torch.linalg.vector_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(of_encoder)
+        norm = getattr(norm, "full_tensor", lambda: norm)()  # of all ranks' shards, by fully_shard
+        norms = norm, torch.linalg.vector_norm(gradients)
         return torch.stack([norm.to(gradients.device) for norm in norms])
 
 
