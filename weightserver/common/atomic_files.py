@@ -210,9 +210,10 @@ def atomic_directory(directory: Path, *, mode: int = 0o777) -> Iterator[Path]:
         ValueError: `directory` is not empty, or cannot be replaced.
         OSError: another process writes to `directory`.
     """
-    directory = directory.resolve()  # replaces the target of a link, not the link
+    given, directory = directory, directory.resolve()  # replaces the target of a link, not the link
     if directory.is_mount() or directory == Path.cwd():
         raise ValueError(f"{directory} is a mounted disk or the current directory: give a new directory in it")
+    require_empty(given, but=frozenset({LOCK}))  # before the target of a link is made, whose disk may be missing
     with directory_lock(directory, mode=mode):
         require_empty(directory, but=frozenset({LOCK}))
         partial = directory.with_name(f".{directory.name}.partial")

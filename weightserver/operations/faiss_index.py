@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightserver.common.atomic_files import atomic_write
+from weightserver.common.atomic_files import atomic_write, directory_lock
 from weightserver.common.installing import install_advice
 from weightserver.core.arrays import Float32Array, Int64Array
 
@@ -35,13 +35,9 @@ def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32A
         parts: row numbers (int64 [n]) and weights (float32 [n, D]).
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or another process writes it.
     """
     import faiss
-
-    index = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
-    for rows, weight in parts:
-        index.add_with_ids(_unit_rows(weight), rows)
 
     def write(partial: Path) -> None:
         try:
@@ -49,7 +45,11 @@ def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32A
         except RuntimeError as error:  # faiss's errors have several lines
             raise OSError(f"{path} cannot be written ({str(error).splitlines()[-1]})") from None
 
-    atomic_write(path, write)
+    with directory_lock(path.with_name(f".{path.name}.lock")):
+        index = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
+        for rows, weight in parts:
+            index.add_with_ids(_unit_rows(weight), rows)
+        atomic_write(path, write)
     return int(index.ntotal)
 
 

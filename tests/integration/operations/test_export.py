@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from tests.helpers.operations import ROWS, SPEC, Weightserver, assert_one_line, dies, make_table
 from weightserver import LocalCluster, WeightClient
+from weightserver.common.atomic_files import directory_lock
 from weightserver.operations import export as exports
 
 
@@ -82,6 +83,9 @@ def test_an_export_into_the_target_of_a_link(
         assert np.array_equal(file.get_tensor("weight"), client.fetch(ROWS[3:8], step=4))
     assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o700
     assert_one_line(weightserver(*command, "/proc"), "is a mounted disk or the current")
+    (tmp_path / "away").symlink_to("unmounted/rows")
+    assert_one_line(weightserver(*command, tmp_path / "away"), "is a link to unmounted/rows, which is missing: is its")
+    assert not (tmp_path / "unmounted").exists()
 
 
 def test_an_index_of_faiss_finds_each_row_by_its_cosine(
@@ -104,6 +108,9 @@ def test_an_index_of_faiss_finds_each_row_by_its_cosine(
     expected = np.sort(unit @ unit.T, axis=1)[:, :-3:-1]
     np.testing.assert_allclose(cosines, expected, rtol=0, atol=SPEC.dim * 2**-22)
     assert_one_line(weightserver(*command), f"{file} exists: give another file")
+    file.unlink()
+    with directory_lock(tmp_path / ".rows.faiss.lock"):  # which the same command has
+        assert_one_line(weightserver(*command), "is being written by another process")
 
 
 def test_an_index_that_cannot_be_made_is_refused_before_rows_are_written(
