@@ -86,13 +86,13 @@ class Folder:
         """Removes what killed commands left beside this one, and nothing that a command is writing."""
         folder = self.path.resolve().parent
         for partial in folder.glob(".*.partial"):
-            files = [str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir()]
-            if not all(map(_FILE.match, files)):  # another program's, or has its manifest, and may get its name now
-                continue
-            target = folder / partial.name[1 : -len(".partial")]
-            with contextlib.suppress(OSError), directory_lock(target):
-                shutil.rmtree(partial)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it is being written, or has got its name
+                files = [str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir()]
+                if not all(map(_FILE.match, files)):  # another program's, or has its manifest, and may get its name now
+                    continue
+                target = folder / partial.name[1 : -len(".partial")]
+                with directory_lock(target):
+                    shutil.rmtree(partial)
                 target.rmdir()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -309,6 +309,24 @@ def test_what_killed_backups_left_is_removed(client: WeightClient, tmp_path: Pat
         backup(client, backups / "thu", keep=1)
         left = {path.name for path in backups.iterdir()}
     assert left == {".tue.partial", "tue", ".wed.partial", ".notes.partial", "thu"}
+
+
+def test_a_backup_that_is_complete_meanwhile_is_not_what_a_killed_one_left(
+    client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(client)
+    partial = tmp_path / "backups/.mon.partial"
+    (partial / "shard-0").mkdir(parents=True)
+
+    def found(path: Path, pattern: str) -> Iterator[Path]:
+        for one in rglob(path, pattern):
+            yield one
+            partial.rename(tmp_path / "backups/mon")
+
+    rglob = Path.rglob
+    monkeypatch.setattr(Path, "rglob", found)
+    backup(client, tmp_path / "backups/tue", keep=1)
+    assert {path.name for path in (tmp_path / "backups").iterdir()} == {"mon", "tue"}
 
 
 def test_what_a_killed_removal_left_is_removed(
