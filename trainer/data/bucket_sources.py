@@ -113,7 +113,7 @@ def whole(path: Path, options: SourceOptions) -> Iterator[Path]:
         with writing(options.in_cache()):
             make_directory(options.in_cache())
             file = stack.enter_context(tempfile.TemporaryFile(dir=options.in_cache()))
-            copy_range(path, 0, one.bytes, file)
+            copy_range(path, 0, one.bytes, file, is_whole=True)
             file.flush()
         yield Path(f"/proc/self/fd/{file.fileno()}")
 
@@ -139,7 +139,7 @@ def _copy(one: Found, target: Path) -> None:
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
-            copy_range(one.path, 0, one.bytes, file)
+            copy_range(one.path, 0, one.bytes, file, is_whole=True)
         os.utime(path, ns=(stamp, stamp))
 
     make_directory(target.parent)

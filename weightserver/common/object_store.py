@@ -219,11 +219,14 @@ def remove(paths: Sequence[Path]) -> None:
         _answer(paths[0], lambda store, _: _obstore().delete(store, keys))
 
 
-def copy_range(source: Path, start: int, stop: int, target: BinaryIO, *, sha256: str = "") -> str:
+def copy_range(
+    source: Path, start: int, stop: int, target: BinaryIO, *, sha256: str = "", is_whole: bool = False
+) -> str:
     """Writes bytes start … stop−1 of an object to a file; returns what identifies the content of the object.
 
     Args:
         sha256: of the whole object, if that is known.
+        is_whole: whether the object was this long.
 
     Raises:
         ObjectStoreError: also if the object is replaced meanwhile or has another SHA-256, and if a segment does not
@@ -238,6 +241,8 @@ def copy_range(source: Path, start: int, stop: int, target: BinaryIO, *, sha256:
             raise ObjectStoreError(source, Reason.REPLACED)
         if len(content) != last - first:
             raise ObjectStoreError(source, Reason.CUT_OFF)
+        if is_whole and found.bytes != stop:
+            raise ObjectStoreError(source, Reason.REPLACED)
         if not _matches(content, first, notes.get("crc32", "")):
             raise ObjectStoreError(source, Reason.DAMAGED)
         target.write(content)

@@ -647,6 +647,17 @@ def test_sources_that_are_missing_or_too_large_are_one_line(bucket: Proxy, shard
         read_source(SOURCE.parent, options(tmp_path))
 
 
+def test_an_object_that_is_replaced_after_it_was_listed_is_not_copied_in_part(
+    bucket: Proxy, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a longer one."""
+    listed = bucket_sources._objects(SOURCE)
+    monkeypatch.setattr(bucket_sources, "_objects", lambda source: listed)
+    put(SOURCE.with_name("00001.tar"), (shards / "00001.tar").read_bytes() + bytes(10_240))
+    with pytest.raises(ObjectStoreError, match=r"00001\.tar: it is another object than it was"):
+        local_source(SOURCE, options(tmp_path))
+
+
 def test_a_pack_is_uploaded_continued_and_extended(bucket: Proxy, tmp_path: Path) -> None:
     """An upload that is cut off leaves no pack; the same command sends what is missing, and the manifest last."""
     target, place = Path("s3://images/made"), tmp_path / "made"
