@@ -75,6 +75,7 @@ def _planned_on_disk(reading: Reading, target: Path, options: PackOptions) -> Pl
     before = manifests_in(target)
     if not before:
         check_unused(target)
+        (target / "test/manifest.json").unlink(missing_ok=True)  # of a command that was given up
     plans = _planned(reading, target, target, before, options)
     for there, manifest in reversed(plans.items()):  # that of `target` last, because it says that all are planned
         if manifest != before.get(there):

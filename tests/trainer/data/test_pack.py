@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import re
@@ -387,6 +388,24 @@ def test_an_interrupt_ends_the_packing_at_once(tree: Path, tmp_path: Path, monke
     assert isinstance(ended.get(timeout=60), CancelledError | RuntimeError)
     monkeypatch.undo()
     assert pack(tree, output, options()).complete
+
+
+def test_a_plan_that_was_given_up_leaves_no_test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its disk was full after the first of two manifests."""
+    both, without = plain_tree(tmp_path / "both/train", 20).parent, plain_tree(tmp_path / "without", 20)
+    plain_tree(both / "val", 10)
+    save = Manifest.save
+
+    def fails(manifest: Manifest, directory: Path) -> None:
+        save(manifest, directory)
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(Manifest, "save", fails)
+    with pytest.raises(OSError, match="full"):
+        pack(both, tmp_path / "packed", options())
+    monkeypatch.undo()
+    pack(without, tmp_path / "packed", options())
+    assert not (tmp_path / "packed/test/manifest.json").exists()
 
 
 def test_two_packers_do_not_mix(tree: Path, tmp_path: Path) -> None:
