@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.small_run import NUM_IMAGES, small_run
 from trainer import stopping
-from trainer.stopping import stop_signals
+from trainer.run.recorder import Recorder
+from trainer.stopping import Interrupted, exit_on_error, stop_signals
+from weightserver.torch import Ranks
 
 
 @pytest.fixture
@@ -48,3 +55,22 @@ def test_the_signal_that_torchrun_repeats_counts_as_one(
         with pytest.raises(KeyboardInterrupt):
             interrupt_after(2.0)
     assert received == [signal.SIGINT]
+
+
+def test_a_signal_ends_a_run_as_usual_if_it_has_ended_who_reads_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C does after `2>&1 | tee`: the checkpoint would be lost."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    unread = os.fdopen(writer, "w", buffering=1)
+    monkeypatch.setattr(sys, "stderr", unread)
+    with ExitStack() as stack:
+        recorder = Recorder(small_run(tmp_path), NUM_IMAGES, Ranks(), stack)
+        with stop_signals(recorder.note_signal) as received:
+            signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, exit_on_error("trainer"):
+        raise Interrupted(received[0], "interrupted after 21 steps")
+    assert ended.value.code == 128 + signal.SIGTERM
+    with suppress(BrokenPipeError):
+        unread.close()

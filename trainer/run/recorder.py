@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,8 @@ class Recorder:
         """Says at once that the run will stop; called in a signal handler, which must not use a buffered stream."""
         message = "stopping after this step"
         if not notify(message) and self._ranks.is_first and self._config.report.log_format == "text":
-            os.write(sys.stderr.fileno(), f"trainer: {message}\n".encode())
+            with suppress(OSError):  # Ctrl-C has ended who reads stderr too, as after `2>&1 | tee`
+                os.write(sys.stderr.fileno(), f"trainer: {message}\n".encode())
 
     def advance(self, step: int) -> None:
         """Counts and shows a step that is done."""

@@ -171,8 +171,9 @@ def say(remark: Remark, level: int = logging.INFO) -> None:
 
 
 def print_error(line: str) -> None:
-    """Prints why the process ends on stderr: one line, or one event if the log is JSON."""
+    """Prints why the process ends on stderr: one line, or one event if the log is JSON. Ignores its errors."""
     if logs_json():
         logging.getLogger(__name__).error(line)
     else:
-        print(line, file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
