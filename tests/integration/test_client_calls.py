@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -215,6 +216,17 @@ def test_a_call_that_its_caller_has_left_is_no_answer(lines: Callable[[], list[d
     calls.WATCH.leave([rows])
     calls.WATCH.look()
     assert lines()[-1]["text"].endswith("calls were given up")
+
+
+def test_metrics_keep_no_fetched_rows(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not those of a shard's first fetch, with which its series begin."""
+    monkeypatch.setattr(calls.WATCH, "_known", {("another", "call")})
+    with WeightClient(cluster.addresses) as client:
+        fill(client)
+        fetched = client.fetch(ROWS, step=1)
+        kept = weakref.ref(fetched)
+        del fetched
+        wait_until(lambda: kept() is None, seconds=20)
 
 
 @pytest.mark.guard

@@ -121,17 +121,19 @@ class CallWatch:
     def began(self, call: Call) -> None:
         """A thread begins to wait for the answer."""
         call.heard = call.started
+        labels = call.labels
         with self._lock:
-            is_first, is_new = not self._known, call.labels not in self._known
+            is_first, is_new = not self._known, labels not in self._known
             self.waiting[call] = None
-            self._known.add(call.labels)
+            self._known.add(labels)
         if is_new:
-            metrics.late(*call.labels)  # so that the first one is an increase
-            metrics.failed(*call.labels)
+            metrics.late(*labels)  # so that the first one is an increase
+            metrics.failed(*labels)
             for status in _STATUSES_OF_FAILURES:
-                metrics.errors(*call.labels, status.name, outcome_of(status))
-            metrics.waiting(*call.labels).set_function(lambda: float(len(self._ages(call.labels))))
-            metrics.oldest(*call.labels).set_function(lambda: max(self._ages(call.labels), default=0.0))
+                metrics.errors(*labels, status.name, outcome_of(status))
+            # not of `call`, which has the arrays of its caller
+            metrics.waiting(*labels).set_function(lambda: float(len(self._ages(labels))))
+            metrics.oldest(*labels).set_function(lambda: max(self._ages(labels), default=0.0))
         if is_first:
             start_new_thread(self._watch, ())  # not Thread.start: see threads.py
 
