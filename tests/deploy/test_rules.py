@@ -41,6 +41,18 @@ def test_prometheus_takes_the_configuration() -> None:
     assert checked.returncode == 0, checked.stderr
 
 
+def test_the_documented_line_makes_a_rule_of_the_prometheus_operator() -> None:
+    root = Path(__file__).parents[2]
+    _, _, rest = (root / "docs/deployment.md").read_text().partition("    { printf ")
+    lines = rest.partition(" | kubectl apply -f -\n")[0]
+    made = subprocess.run(f"{{ printf {lines}", shell=True, cwd=root, capture_output=True, text=True, check=True).stdout
+    names = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": {"name": "pic"}}
+    assert yaml.safe_load(made) == {**names, "spec": RULES}
+    fields = {name for group in RULES["groups"] for rule in group["rules"] for name in rule}
+    assert fields <= {"record", "alert", "expr", "for", "labels", "annotations"}  # of its schema, since version 0.50
+    assert all(group.keys() <= {"name", "interval", "rules"} for group in RULES["groups"])
+
+
 def run_cases(rules: dict[str, Any], directory: Path) -> tuple[bool, str]:
     """Whether rules pass the cases, with the links to the runbook that all alerts have, and what promtool says.
 
