@@ -57,7 +57,10 @@ class Reason(Enum):
     """Why an object cannot be read or written, and what to do."""
 
     MISSING = "no such object, or no such bucket: check its name"
-    DENIED = "access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the rights of their role"
+    DENIED = (
+        "access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the rights of their role, and whether "
+        "the clock of this machine is right"
+    )
     UNLISTED = "no such bucket, or names in it that cannot be read (with //, /./, /../, control characters): check it"
     CUT_OFF = "it is shorter than it was: upload it again"
     DAMAGED = "it does not match its checksum: remove it and upload it again"

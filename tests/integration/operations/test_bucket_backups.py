@@ -230,7 +230,7 @@ def test_a_bucket_that_refuses_is_one_line(
     with monkeypatch.context() as wrong:
         wrong.setenv("AWS_SECRET_ACCESS_KEY", "another")
         objects._bucket.cache_clear()
-        fails(": access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        fails(": access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the rights of their role, and w")
     with monkeypatch.context() as wrong:
         wrong.setenv("AWS_ENDPOINT_URL", server.url.removeprefix("http://"))
         objects._bucket.cache_clear()
