@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from weightserver.common.atomic_files import locked
+from weightserver.common.atomic_files import lock_file, locked
 from weightserver.common.object_store import ObjectStoreError, Reason, copy_range
 
 _THREADS = 16
 _LOCKS = 256
 _KEPT = 15 / 16
 """Share of the limit that stays when pieces leave."""
-_ABANDONED_SECONDS = 600
-"""Age of an unfinished piece whose process has died."""
 _ROOM_SECONDS = 150.0
 """How long pieces that are being fetched may take the room: longer than a request is repeated."""
 _POLL_SECONDS = 0.05
@@ -115,27 +113,28 @@ class Cache:
 
     def _fetch(self, piece: Piece, path: Path) -> None:
         partial = path.with_suffix(f".{os.getpid()}")
-        self._reserve(partial, piece.stop - piece.start)
         try:
-            with partial.open("r+b") as file:
+            with self._reserve(partial, piece.stop - piece.start) as file:
                 version = copy_range(piece.source, piece.start, piece.stop, file, sha256=piece.version)
                 if self._versions.setdefault(piece.source, version) != version:
                     raise ObjectStoreError(piece.source, Reason.REPLACED)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(path)
+                partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
 
-    def _reserve(self, path: Path, num_bytes: int) -> None:
-        """Creates a file of `num_bytes`; others leave the cache until there is room for it, when they are fetched."""
+    def _reserve(self, path: Path, num_bytes: int) -> BinaryIO:
+        """Creates a file of `num_bytes`, which is locked until it is closed; others leave the cache until there is room
+        for it, when they are fetched."""
         end = time.monotonic() + _ROOM_SECONDS
-        while not self._reserved(path, num_bytes):
+        while not (file := self._reserved(path, num_bytes)):
             if num_bytes > self.limit or time.monotonic() > end:
                 raise ValueError(f"{self.directory}: --cache-gib is too small for what is read at once: give more")
             time.sleep(_POLL_SECONDS)
+        return file
 
-    def _reserved(self, path: Path, num_bytes: int) -> bool:
+    def _reserved(self, path: Path, num_bytes: int) -> BinaryIO | None:
         """Creates the file if there is room; there is none while pieces that are being fetched take it."""
         with locked(self._locks / "size") as descriptor:
             text = os.pread(descriptor, 32, 0)
@@ -143,17 +142,16 @@ class Cache:
             if used + num_bytes > self.limit:
                 used = self._removed_to(int(self.limit * _KEPT) - num_bytes)
             if used + num_bytes > self.limit:
-                return False
-            new = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+                return None
+            file = path.open("w+b")
             try:
-                os.posix_fallocate(new, 0, num_bytes)
+                lock_file(file.fileno(), path)
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
             except OSError:
-                path.unlink()
+                file.close()
                 raise
-            finally:
-                os.close(new)
             os.pwrite(descriptor, b"%32d" % (used + num_bytes), 0)
-            return True
+            return file
 
     def _removed_to(self, most: int) -> int:
         """Removes the pieces used longest ago, until at most `most` bytes are left; returns how many are left."""
@@ -163,13 +161,18 @@ class Cache:
                 status = entry.stat()
                 found.append((status.st_mtime, status.st_size, entry.path))
         used = sum(size for _, size, _ in found)
-        now = time.time()
-        for written, size, path in sorted(found):
-            is_partial = "." in os.path.basename(path)
-            if (used > most and not is_partial) or (is_partial and now - written > _ABANDONED_SECONDS):
+        for _, size, path in sorted(found):
+            if _is_abandoned(path) if "." in os.path.basename(path) else used > most:
                 Path(path).unlink(missing_ok=True)
                 used -= size
         return used
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether the process that fetched a piece has died."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        return lock_file(file.fileno(), Path(path))
+    return False
 
 
 def _end(queue: SimpleQueue[Callable[[], object] | None]) -> None:

@@ -204,9 +204,12 @@ def test_a_cache_keeps_its_limit_and_what_was_used_last(bucket: Proxy, directory
 def test_a_piece_waits_for_the_room_of_others_that_are_being_fetched(
     bucket: Proxy, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """However long that takes by the clock, but not for that of a process that was killed."""
     images = PackedImages(PACK, options(tmp_path, 2 * SEGMENT_BYTES / 2**20))
-    other = tmp_path / "cache/pieces/of-another-process.1"
-    other.write_bytes(bytes(2 * SEGMENT_BYTES))
+    other, killed = (tmp_path / "cache/pieces" / name for name in ("of-another-process.1", "of-a-killed-process.2"))
+    for path in (other, killed):
+        path.write_bytes(bytes(2 * SEGMENT_BYTES))
+    os.utime(other, (0, 0))
     waited, sleep = list[float](), time.sleep
 
     def wait(seconds: float) -> None:
@@ -217,8 +220,10 @@ def test_a_piece_waits_for_the_room_of_others_that_are_being_fetched(
         other.unlink()  # it is fetched, and has left the cache
 
     monkeypatch.setattr("trainer.data.cache.time.sleep", wait)
-    assert images.read_row(0) == PackedImages(directory).read_row(0)
+    with locked(other):
+        assert images.read_row(0) == PackedImages(directory).read_row(0)
     assert len(waited) == 1
+    assert not killed.exists()
 
 
 def test_what_is_coming_is_fetched_before_it_is_read(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
