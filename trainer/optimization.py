@@ -80,10 +80,10 @@ class OptimizationConfig(Settings):
 
     def num_steps(self, num_images: int) -> int:
         """Number of updates of the run. Raises ValueError if their learning rates alone would fill the memory."""
-        steps = self.steps if self.steps is not None else max(1, round(self.epochs * num_images / self.batch_size))
+        steps = self.steps if self.steps is not None else self.epochs * num_images / self.batch_size
         if steps > MAX_STEPS:
             raise ValueError(f"the run would take {steps:.3g} steps, at most {MAX_STEPS:,} are possible: choose fewer")
-        return steps
+        return max(1, round(steps))
 
     @property
     def fraction_of_warmup(self) -> float:
@@ -109,7 +109,10 @@ class OptimizationConfig(Settings):
         return round(steps)
 
     def optimizer_of(self, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
-        """The --optimizer of a model's parameters, one group; its learning rate is set before each update."""
+        """The --optimizer of a model's parameters, one group; its learning rate is set before each update.
+
+        LARS and LAMB adapt each layer's step to the norm of its weights; timm's do without weight decay only if told.
+        """
         import torch
 
         from trainer.torchvision_schemas import import_module
@@ -122,8 +125,10 @@ class OptimizationConfig(Settings):
             case "adamw":
                 return torch.optim.AdamW(parameters, weight_decay=decay)
             case "lars":
-                optimizer = import_module("timm.optim").Lars(parameters, momentum=self.momentum, weight_decay=decay)
+                optimizer = import_module("timm.optim").Lars(
+                    parameters, momentum=self.momentum, weight_decay=decay, always_adapt=True
+                )
             case "lamb":
-                optimizer = import_module("timm.optim").Lamb(parameters, weight_decay=decay)
+                optimizer = import_module("timm.optim").Lamb(parameters, weight_decay=decay, always_adapt=True)
         assert isinstance(optimizer, torch.optim.Optimizer)
         return optimizer

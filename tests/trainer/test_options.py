@@ -130,6 +130,20 @@ def test_the_encoder_has_the_optimizer_of_its_library(name: Any, tmp_path: Path)
     assert torch.equal(ours.bias, theirs.bias)
 
 
+@pytest.mark.parametrize(("name", "share"), [("lars", 0.001), ("lamb", 1.0)])
+def test_layers_adapt_their_steps_without_weight_decay(name: Any, share: float, tmp_path: Path) -> None:
+    """A step moves a layer by the learning rate times a share of its own norm, whatever the gradient."""
+    model = torch.nn.Linear(3, 2, bias=False)
+    before = model.weight.detach().clone()
+    config = small_run(tmp_path, optimizer=name, weight_decay=0.0)
+    optimizer = config.optimization.optimizer_of(model, torch.device("cpu"))
+    optimizer.param_groups[0]["lr"] = 0.03
+    model.weight.grad = torch.full_like(model.weight, 1_000.0)
+    optimizer.step()
+    moved = ((model.weight - before).norm() / before.norm()).item()
+    assert moved == pytest.approx(0.03 * share, rel=1e-3)
+
+
 def test_an_optimizer_has_the_learning_rates_of_the_run(tmp_path: Path) -> None:
     """The first update of AdamW moves each weight by the learning rate, wherever its gradient is not nearly 0."""
     settings = {"optimizer": "adamw", "learning_rate": 0.004, "weight_decay": 0.0, "steps": 1, "warmup_fraction": 0.0}

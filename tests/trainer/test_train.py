@@ -284,6 +284,7 @@ def test_training_over_tls_with_a_token(data_dir: Path, tmp_path: Path) -> None:
         ("--encoder.blocks 0", r"^trainer: --encoder\.blocks is \(0,\): give at least one"),
         ("--device abacus", r"--device 'abacus' is unknown: give cpu, cuda"),
         ("--steps 1000000000000", r"would take 1e\+12 steps, at most 33,554,432 are possible"),
+        ("--steps None --epochs 1e308", r"would take inf steps, at most 33,554,432 are possible"),
         ("--seed 99999999999999999999", r"--seed must lie in 0\.\.2\^64-1, got 9{20}"),
         (
             "--capacity 79",
