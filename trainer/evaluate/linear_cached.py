@@ -80,7 +80,8 @@ def linear_top1(features: FeatureSet, folds: int | None = None) -> ProbeResult:
     from sklearn.linear_model import LogisticRegression  # late: it takes a second, and most commands fit no probe
 
     mean, deviation = features.train.mean(dim=0), features.train.std(dim=0)
-    scale = torch.where(deviation > 1e-6, deviation, 1)  # a constant feature carries no information: leave it at 0
+    varies = deviation > 1e-6 * features.train.abs().amax(dim=0)  # whatever the scale of the features
+    scale = torch.where(varies, deviation, 1)  # a constant feature carries no information: leave it at 0
     train, test = (features.train - mean) / scale, (features.test - mean) / scale
     splits = _splits(features.train_labels, folds)
     correct, probes = dict.fromkeys(STRENGTHS, 0), {}

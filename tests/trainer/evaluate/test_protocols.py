@@ -169,6 +169,14 @@ def test_cross_validation_chooses_as_scikit_learn() -> None:
     assert result.top1 == pytest.approx(expected, abs=0.3)
 
 
+@pytest.mark.parametrize("protocol", [knn_top1, linear_top1])
+@pytest.mark.parametrize("scale", [2.0**-30, 2.0**30])
+def test_the_scale_of_features_changes_no_result(protocol: Callable[[FeatureSet], ProbeResult], scale: float) -> None:
+    features = clusters(400, 200, noise=1.0)
+    scaled = dataclasses.replace(features, train=features.train * scale, test=features.test * scale)
+    assert protocol(scaled) == protocol(features)
+
+
 @pytest.mark.parametrize("folds", [None, 5])
 def test_a_class_may_have_only_held_out_images(folds: int | None) -> None:
     features = clusters(200, 50, noise=0.1)
