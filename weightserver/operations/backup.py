@@ -82,7 +82,7 @@ def backup(
         client.join_newest_session()
         with _held(client, chosen) as held:
             info = client.describe()
-            others = _others(place, info.identity.hex())
+            others = _others(place, info.identity.hex()) if incremental or keep is not None else {}
             name, base = _last_backup(others, held, info) if incremental else ("", None)
             shards = _copy_shards(client, held, base, info, write)
             made = Backup(

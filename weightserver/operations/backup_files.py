@@ -51,7 +51,7 @@ class Backup:
     version: str
     """Version of the software that made the backup."""
     created: str
-    """When it was made, or just after the newest one beside it, if a clock was ahead."""
+    """When it was made; of an increment, or with `keep`, after those beside it, even if a clock was ahead."""
     shards: tuple[dict[str, Any], ...]
     """Per shard: rows_stored (in its files), lineage (marks up to the checkpoint), digest (of all blocks of the
     checkpoint, see `core.versions`, hexadecimal), and files: name -> {bytes, sha256}."""
