@@ -145,6 +145,9 @@ def test_the_order_of_the_scalers_calls(make_head: MakeHead, wrong: str, message
         train()
     assert head.num_steps == 1
     assert encoder.weight().abs().max() < 2  # no step was made with scaled gradients
+    scaler = torch.amp.GradScaler("cpu")
+    clipped(head, encoder, head.announced(loaded(BATCHES)), MAX_NORM, scaler=scaler)
+    assert head.num_steps == 1 + len(BATCHES)
 
 
 def test_clipping_comes_before_the_encoders_step(make_head: MakeHead) -> None:

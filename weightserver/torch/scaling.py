@@ -133,6 +133,7 @@ class ScalerUse:
         for key, state in self._own.items():
             if states.get(key) is state:
                 if state["stage"].name == "STEPPED":
+                    self._states = None  # it is said once, since another scaler may follow
                     raise ValueError(f"scaler.update() of the step before was not called: {_ORDER}")
                 del states[key]  # of gradients that were dropped
 
