@@ -63,9 +63,9 @@ def clipped(head: ClassifierHead, encoder: Encoder, batches: Any, max_norm: floa
     return norms
 
 
-def clipped_by_torch(dense: Dense, encoder: Encoder, max_norm: float) -> list[float]:
+def clipped_by_torch(dense: Dense, encoder: Encoder, max_norm: float, batches: Any = BATCHES) -> list[float]:
     norms = []
-    for ids in BATCHES:
+    for ids in batches:
         dense.visits += ids
         dense.loss(encoder.module(INPUTS[ids]), ids).backward()
         everything = [*encoder.module.parameters(), dense.weight]
@@ -171,6 +171,45 @@ def test_clipping_comes_before_the_encoders_step(make_head: MakeHead) -> None:
     with pytest.raises(ValueError, match=r"^optimizer\.step\(\) was called before head\.step\(max_norm=\.\.\.\)"):
         head.step(RATE, optimizer=[other.optimizer, encoder.optimizer], max_norm=MAX_NORM)
     assert head.num_steps == 3
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Around an optimizer, as Accelerate and Lightning have it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step()
+
+
+@pytest.mark.parametrize("stepped", ["wrapper", "wrapped"])
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_an_optimizer_that_wraps_another(make_head: MakeHead, stepped: str, unscaled: bool) -> None:
+    """The scaler is given either of them, and unscales the gradients once; the last ones overflow."""
+    head, dense, encoder = make_head("dense"), Dense(make_head("dense")), Encoder()
+    wrapper, scaler = Wrapper(encoder.optimizer), torch.amp.GradScaler("cpu", init_scale=256.0)
+    for ids, batch in loaded(BATCHES):
+        scaler.scale(head(encoder.module(batch), ids)).backward()
+        if unscaled:
+            scaler.unscale_(encoder.optimizer)
+        if head.num_steps == len(BATCHES) - 1:
+            spoil(head)
+        head.step(RATE, scaler=scaler, optimizer=wrapper, max_norm=MAX_NORM)
+        before = encoder.weight()
+        scaler.step(encoder.optimizer if stepped == "wrapped" else wrapper)
+        scaler.update()
+        encoder.optimizer.zero_grad()
+    assert torch.equal(encoder.weight(), before)
+    assert scaler.get_scale() == 128
+    expected = Encoder()
+    clipped_by_torch(dense, expected, MAX_NORM, BATCHES[:-1])
+    torch.testing.assert_close(before, expected.weight())
+    head(encoder.module(INPUTS[:1]), [0]).backward()
+    wrapper.step()
+    with pytest.raises(ValueError, match=r"^optimizer\.step\(\) was called before head\.step\(max_norm=\.\.\.\)"):
+        head.step(RATE, optimizer=wrapper, max_norm=MAX_NORM)
 
 
 def test_sparse_gradients_are_not_clipped(make_head: MakeHead) -> None:

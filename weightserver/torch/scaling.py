@@ -40,12 +40,18 @@ def moment() -> int:
 
 
 def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
-    """One optimizer, several, or none, as a list. Raises TypeError for anything else."""
+    """One optimizer, several, or none, as a list, with those that they wrap. Raises TypeError for anything else."""
     several: list[Any] = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
     for one in several:
         if not isinstance(one, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got a {type(one).__name__}")
-    return several
+    return several + [inner for one in several if (inner := _wrapped(one)) is not None]
+
+
+def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """The optimizer whose step this one calls, as those of Accelerate and Lightning do."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else None
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,10 @@ class ScalerUse:
         if scaler is self._scaler and self._at_forward is not None and self._at_forward is not states:
             raise ValueError(f"scaler.update() was called before head.step(): {_ORDER}")
         self._scaler, self._states, self._attempt = scaler, states, attempt
+        for optimizer in scaling.optimizers:
+            if (inner := _wrapped(optimizer)) is not None:  # they share a state: scaler.step() is given either
+                used = inner if states[id(inner)]["stage"].name != "READY" else optimizer
+                states[id(optimizer)] = states[id(inner)] = states[id(used)]
         self._own = {id(optimizer): states[id(optimizer)] for optimizer in scaling.optimizers}
         for optimizer in scaling.optimizers:
             stage = self._own[id(optimizer)]["stage"].name
