@@ -202,14 +202,17 @@ def test_heads_are_neither_copied_nor_pickled(make_head: MakeHead) -> None:
 
 
 @pytest.mark.guard
-def test_a_state_in_a_new_process(tmp_path: Path) -> None:
-    """Embedded shards in a directory: their process ends with the head, and the next one serves it again."""
-    settings: dict[str, Any] = {"num_negatives": 12, "directory": tmp_path / "rows", "num_shards": 2}
-    with ClassifierHead(NUM_CLASSES, 6, **settings) as head:
+def test_a_state_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embedded shards in a directory: their process ends with the head, and the next one serves it again. The directory
+    is where the head was made, wherever the process goes afterwards."""
+    settings: dict[str, Any] = {"num_negatives": 12, "num_shards": 2}
+    monkeypatch.chdir(tmp_path)
+    with ClassifierHead(NUM_CLASSES, 6, run="a", **settings) as head:
+        monkeypatch.chdir("/")
         encoder, at_half, state = first_half(head)
         torch.save(state, tmp_path / "state")
         undisturbed = continued(head, encoder)
-    with ClassifierHead(NUM_CLASSES, 6, **settings) as head:
+    with ClassifierHead(NUM_CLASSES, 6, directory=tmp_path / "rows" / "a", **settings) as head:
         head.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
         continued(head, restored(at_half)).assert_same(undisturbed)
 

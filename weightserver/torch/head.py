@@ -158,7 +158,7 @@ class ClassifierHead(nn.Module):
             of_rows,
             self.negatives,
             run=run,
-            directory=Path("rows") / run if directory is None else Path(directory),
+            directory=(Path("rows") / run if directory is None else Path(directory)).absolute(),
             learning_rates=of_rows.learning_rates([] if learning_rates is None else learning_rates),
         )
         self._steps = Steps(self._table, self.negatives, self.order)
