@@ -95,12 +95,13 @@ def test_a_token_that_cannot_be_read_for_a_while_does_not_end_the_lease(
 
 
 @pytest.mark.usefixtures("make_client")
-def test_a_client_closes_although_its_token_cannot_be_read(cluster: LocalCluster) -> None:
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_a_client_closes_although_its_token_cannot_be_read(cluster: LocalCluster, error: type[Exception]) -> None:
     is_away = False
 
     def token() -> str:
         if is_away:
-            raise OSError("the disk of the token is away")
+            raise error("what has the token is away")
         return "secret"
 
     with WeightClient(cluster.addresses, token=token) as client:

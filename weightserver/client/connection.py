@@ -147,7 +147,7 @@ class ShardConnection:
 
     def tell(self, method: str, request: Any, seconds: float) -> None:
         """Makes one attempt at a call whose answer nobody waits for longer; whether it arrives is not known."""
-        with contextlib.suppress(ValueError, OSError):  # it is closed, or has no token
+        with contextlib.suppress(Exception):  # it is closed, or an error of the token's or the credentials' own
             channel, has_returned = self._channels.take(), False
             try:
                 channel.call(method, request, {"timeout": seconds, "metadata": self._known_metadata()})
