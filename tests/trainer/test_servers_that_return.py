@@ -11,21 +11,36 @@ import numpy as np
 import pytest
 import torch
 
-from weightserver import RowState, ShardUnavailableError, StorageError, TableSpec, WeightServerError
+from weightserver import (
+    AuthenticationError,
+    RowState,
+    ShardUnavailableError,
+    StorageError,
+    TableSpec,
+    WeightServerError,
+)
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import RemoteRows, ResidentRows, RowStore
 
 SPEC = TableSpec(num_rows=9, dim=2)
+ERRORS = ["it is down", "its disk is full", "it has another token", "no token", "no token in the answer"]
 
 
 class LateClient:
-    """Of a server that is away for the first write, and whose disk is full for the second; for the third, there is no
-    token. A weight is the number of writes before its fetch."""
+    """Of a server that is away for the first write, whose disk is full for the second, and which refuses the token of
+    the third; for others, there is none. A weight is the number of writes before its fetch."""
 
     def __init__(self) -> None:
-        failures = [ShardUnavailableError("it is down"), StorageError("its disk is full"), OSError("no token")]
-        self._failures = iter(failures)
+        self._failures = iter(
+            [
+                ShardUnavailableError("it is down"),
+                StorageError("its disk is full"),
+                AuthenticationError("it has another token"),
+                OSError("no token"),
+                ValueError("no token in the answer"),
+            ]
+        )
         self.written: list[list[int]] = []
 
     def require_session(self) -> None:
@@ -60,7 +75,7 @@ def train(store: RowStore) -> list[str]:
             try:
                 call()
                 return
-            except (WeightServerError, OSError) as error:
+            except (WeightServerError, OSError, ValueError) as error:
                 errors.append(str(error))
 
     for step in range(5):
@@ -75,13 +90,13 @@ def test_rows_that_leave(client: Any) -> None:
     rates, device = LearningRates(SPEC, [0.1] * 9), torch.device("cpu")
     sizes = {"capacity": 1, "prefetch_steps": 0, "write_back_rows": 1}
     with closing(ResidentRows(client, SPEC, rates, device=device, **sizes)) as store:
-        assert train(store) == ["it is down", "its disk is full", "no token"]
+        assert train(store) == ERRORS
     assert client.written == [[0], [1], [2], [3], [4]]
 
 
 def test_gradients(client: Any) -> None:
     with closing(RemoteRows(client)) as store:
-        assert train(store) == ["it is down", "its disk is full", "no token"]
+        assert train(store) == ERRORS
     assert client.written == [[0], [1], [2], [3], [4]]
 
 
@@ -92,7 +107,7 @@ def test_a_fetch_that_followed_a_failed_push_is_made_again(client: Any) -> None:
         store.weights(rows, step=0)
         store.apply_gradients(rows, torch.ones(1, SPEC.dim), step=0)
         store.prefetch(rows, step=1)
-        for message in ("it is down", "its disk is full", "no token"):
-            with pytest.raises((WeightServerError, OSError), match=message):
+        for message in ERRORS:
+            with pytest.raises((WeightServerError, OSError, ValueError), match=message):
                 store.flush()
         assert (store.weights(rows, step=1) == 1).all()

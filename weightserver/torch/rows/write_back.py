@@ -12,10 +12,20 @@ import numpy as np
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.core.correction import require_finite
-from weightserver.core.errors import OverloadedError, ShardUnavailableError, StorageError, WrongShardError
+from weightserver.core.errors import (
+    AuthenticationError,
+    OverloadedError,
+    ShardUnavailableError,
+    StorageError,
+    WeightServerError,
+    WrongShardError,
+)
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT, Precision
 from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy
+
+_PASSING = (ShardUnavailableError, OverloadedError, WrongShardError, AuthenticationError, StorageError)
+"""Errors after which servers that return, or take the token, would make the same write."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +57,8 @@ class WriteBack:
     """A bounded queue of rows to write back. One thread writes them in order, `batch_rows` or more per write.
 
     Until a write is durable, its rows can be taken from the queue. A write that failed, and those behind it, are sent
-    again once its error was raised, if servers that return, or have space again, would take it: the client knows where
-    it was applied.
+    again once its error was raised, if servers that return, have space again or take the token would take it, or the
+    error was none of theirs: the client knows where it was applied.
     """
 
     def __init__(self, client: WeightClient, *, batch_rows: int, counters: RowCounters) -> None:
@@ -137,9 +147,11 @@ class WriteBack:
         write = self._writes[number][1]
         try:
             write.result()
-        except (ShardUnavailableError, OverloadedError, WrongShardError, StorageError, OSError) as error:
-            if not write.done() or write.exception() is not error:
-                raise  # a signal's own
+        except Exception as error:
+            is_final = isinstance(error, WeightServerError) and not isinstance(error, _PASSING)
+            is_of_a_signal = not write.done() or write.exception() is not error
+            if is_final or is_of_a_signal:
+                raise
             before = None
             for failed in range(number, len(self._writes)):
                 parts, _ = self._writes[failed]
