@@ -114,7 +114,8 @@ def rankme(features: Tensor) -> float:
 
     At most min(n, D); 1 if all features are multiples of one vector.
     """
-    singular = torch.linalg.eigvalsh(features.T @ features).clamp(min=0).sqrt()
+    tall = features if len(features) > features.shape[1] else features.T  # has n or D singular values, the fewer
+    singular = torch.linalg.eigvalsh(tall.T @ tall).clamp(min=0).sqrt()
     share = singular / singular.sum() + _EPSILON
     return float((-(share * share.log()).sum()).exp())
 

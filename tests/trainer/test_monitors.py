@@ -16,7 +16,7 @@ import trainer.monitors
 from tests.helpers.small_run import small_run
 from trainer.loop import train
 from trainer.loss import LossConfig
-from trainer.monitors import Monitors, Update, gradient_norm, is_own_class_first
+from trainer.monitors import Monitors, Update, gradient_norm, is_own_class_first, rankme
 from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,6 +67,12 @@ def test_all_monitors_of_a_batch(softmax: Any, monkeypatch: pytest.MonkeyPatch) 
         },
         rel=1e-5,
     )
+
+
+def test_rankme_of_fewer_embeddings_than_dimensions() -> None:
+    """It has a singular value for each embedding: further ones, of 0, would each count as ε and take long."""
+    wide = torch.randn(8, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert rankme(wide) == pytest.approx(rankme(wide.T), rel=1e-9)
 
 
 def test_what_overflowed_is_left_out() -> None:
