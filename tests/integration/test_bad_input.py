@@ -19,6 +19,8 @@ import pytest
 
 from tests.helpers.comparing import same
 from tests.helpers.operations import Weightserver
+from tests.helpers.ports import reserved_ports
+from tests.helpers.watching import wait_until
 from weightserver import (
     Checkpoint,
     ClusterError,
@@ -33,6 +35,7 @@ from weightserver import (
     WeightServerError,
 )
 from weightserver.cli import main
+from weightserver.client.calls import WATCH
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.server.config import ServerConfig
 
@@ -307,6 +310,16 @@ def test_a_closed_client_says_so(cluster: LocalCluster) -> None:
     client.close()
     with pytest.raises(ValueError, match="the client is closed: make a new one"):
         client.describe()
+
+
+def test_a_call_that_waits_for_its_first_answer_ends_with_its_client() -> None:
+    with reserved_ports(1) as (port,), ThreadPoolExecutor(1) as pool:
+        client = WeightClient([f"127.0.0.1:{port}"], connect_seconds=30)
+        told = pool.submit(client.describe)
+        wait_until(lambda: any(str(port) in call.target and call.num_attempts > 1 for call in list(WATCH.waiting)))
+        client.close()
+        with pytest.raises(ValueError, match="the client is closed: make a new one"):
+            told.result(40)
 
 
 @pytest.mark.guard

@@ -38,6 +38,8 @@ class Shards:
         self._options = options
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
+        self._open: set[ShardConnection] = set()
+        """These, and those of threads that are connecting."""
         self._closed = False
         self.identity, self.table = b"", 0
         """The table's identity, and its number in requests; empty and 0 while none is known."""
@@ -118,7 +120,7 @@ class Shards:
         """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat."""
         with self._lock:
             self._closed = True
-        self._disconnect(self._connections or [])
+        self._disconnect(list(self._open))
         WATCH.look()  # the process may end before its next look, which would tell that a shard answers again
 
     def _connect(self) -> list[ShardConnection]:
@@ -126,7 +128,9 @@ class Shards:
         deadline = time.monotonic() + self._options["connect_seconds"]
         while True:
             connections = [ShardConnection(address, **self._options) for address in self._addresses]
+            self._open.update(connections)
             try:
+                self.require_usable()  # `close` may have come before it could know of them
                 answers = self._describe(connections)
                 is_doubled = len({answer.shard for answer in answers}) < len(set(self._addresses))
                 if not is_doubled or time.monotonic() >= deadline:
@@ -149,10 +153,10 @@ class Shards:
                 return
         self._disconnect(connections)
 
-    @staticmethod
-    def _disconnect(connections: list[ShardConnection]) -> None:
+    def _disconnect(self, connections: list[ShardConnection]) -> None:
         for connection in connections:
             connection.close()
+        self._open.difference_update(connections)
 
 
 def _shard_order(answers: Answers, addresses: Sequence[str]) -> list[int]:
