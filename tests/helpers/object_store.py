@@ -66,6 +66,10 @@ class Proxy:
         """Requests of objects whose path begins so meet no answer."""
         self.listed = (b"", b"")
         """What lists have, and what they are to have instead, as of a store that allows more names."""
+        self.most_at_once = 0
+        """The largest number of uploads that there were at a time."""
+        self._uploads = 0
+        self._counting = threading.Lock()
         self._closing = threading.Event()
         proxy = self
 
@@ -73,7 +77,11 @@ class Proxy:
             protocol_version = "HTTP/1.1"
 
             def _handle(self) -> None:
-                proxy._handle(self, upstream)
+                proxy._count(self.command == "PUT")
+                try:
+                    proxy._handle(self, upstream)
+                finally:
+                    proxy._count(-(self.command == "PUT"))
 
             do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle
 
@@ -114,12 +122,18 @@ class Proxy:
         self.faults.clear()
         self.always, self.refused, self.silent, self.listed = None, "", "?", (b"", b"")
         self.requests.clear()
+        self.most_at_once = 0
 
     def close(self) -> None:
         self._closing.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self._uploads += change
+            self.most_at_once = max(self.most_at_once, self._uploads)
 
     def _handle(self, handler: BaseHTTPRequestHandler, upstream: int) -> None:
         path, wanted = handler.path.partition("?")[0], handler.headers.get("Range", "").removeprefix("bytes=")

@@ -30,6 +30,8 @@ Answer = TypeVar("Answer")
 SCHEME = "s3:"
 PART_BYTES = 1 << 24
 """Most that is sent or asked for in one request."""
+_PARTS_AT_ONCE = 2
+"""Parts of an object that are sent at a time: more would share a slow connection until none of them arrives in time."""
 _REQUEST_SECONDS = 30
 _RETRY_SECONDS = 90
 """How long a request that met a busy server, a cut connection or a slow answer is tried again."""
@@ -153,7 +155,7 @@ def find(path: Path) -> Found | None:
 
 def write(path: Path, content: bytes) -> None:
     """Makes or replaces an object. Raises ObjectStoreError."""
-    _answer(path, lambda store, key: _obstore().put(store, key, content, chunk_size=PART_BYTES))
+    _put(path, content)
 
 
 def create(path: Path, content: bytes) -> bytes:
@@ -172,7 +174,7 @@ def create(path: Path, content: bytes) -> bytes:
 
 
 def upload(path: Path, target: Path, *, sha256: str = "", segment_bytes: int = 0) -> None:
-    """Makes or replaces an object by a file, in several requests at a time. Raises ObjectStoreError.
+    """Makes or replaces an object by a file. Raises ObjectStoreError.
 
     Args:
         sha256: of the content, for `digest_of` and `copy_range`.
@@ -183,7 +185,16 @@ def upload(path: Path, target: Path, *, sha256: str = "", segment_bytes: int = 0
         with path.open("rb") as file:
             checksums = [f"{crc32(part):08x}" for part in iter(lambda: file.read(segment_bytes), b"")]
         notes["crc32"] = " ".join([str(segment_bytes), str(size), *checksums])
-    _answer(target, lambda store, key: _obstore().put(store, key, path, chunk_size=PART_BYTES, attributes=notes))
+    _put(target, path, notes)
+
+
+def _put(target: Path, content: bytes | Path, notes: dict[str, str] | None = None) -> None:
+    _answer(
+        target,
+        lambda store, key: _obstore().put(
+            store, key, content, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_ONCE, attributes=notes
+        ),
+    )
 
 
 def digest_of(path: Path) -> str:

@@ -151,6 +151,16 @@ def test_what_lies_in_the_folder_of_a_backup_stays(
     assert same(restored(BACKUPS / "all/mon", tmp_path), kept)
 
 
+def test_few_parts_of_an_object_share_a_slow_connection(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has to arrive in the time of a request."""
+    monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)  # the least that stores take
+    content = os.urandom(22 << 20)
+    server.heal()
+    objects.write(BACKUPS / "mon/file", content)
+    assert server.most_at_once == objects._PARTS_AT_ONCE
+    assert objects.read(BACKUPS / "mon/file") == content
+
+
 def test_a_folder_that_a_console_has_made_is_empty(server: Proxy) -> None:
     """By an object without content, whose name ends in a slash."""
     objects.write(BACKUPS / "mon/folder", b"")
