@@ -418,7 +418,7 @@ def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -
             "cannot listen on 192.0.2.1:50051: Cannot assign requested address: give an address of this machine's own",
         ),
         (["--data-dir", new, "--listen", "no.invalid:50051", "--insecure"], "on no.invalid:50051: .*[Nn]ame"),
-        (["--data-dir", served], "is served by another process, perhaps a run: stop it"),
+        (["--data-dir", served], "is served by another process, perhaps of a run or an open head: end it"),
         (["--data-dir", new, "--init", "--metrics-port", metrics_port], f"serve metrics on port {metrics_port}"),
         (["--data-dir", held, "--shard", "1", "--num-shards", "2"], "holds shard 0 of 2, not shard 1 of 2"),
     ]

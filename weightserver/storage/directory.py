@@ -149,7 +149,8 @@ class OwnerLock:
             if time.monotonic() >= deadline:
                 os.close(descriptor)
                 raise StorageError(
-                    f"{directory} is served by another process, perhaps a run: stop it, or use another directory"
+                    f"{directory} is served by another process, perhaps of a run or an open head: end it, or use "
+                    "another directory"
                 )
             time.sleep(0.05)
         self._descriptor = descriptor
