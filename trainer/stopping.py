@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -109,6 +109,7 @@ def _exit(status: int) -> NoReturn:
     """Ends the process; if it is one of several ranks, immediately: operations of NCCL and threads may never end."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(status)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)

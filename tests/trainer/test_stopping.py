@@ -57,10 +57,13 @@ def test_the_signal_that_torchrun_repeats_counts_as_one(
     assert received == [signal.SIGINT]
 
 
+@pytest.mark.parametrize("world_size", ["1", "2"])
 def test_a_signal_ends_a_run_as_usual_if_it_has_ended_who_reads_stderr(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str
 ) -> None:
     """As Ctrl-C does after `2>&1 | tee`: the checkpoint would be lost."""
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     reader, writer = os.pipe()
     os.close(reader)
     unread = os.fdopen(writer, "w", buffering=1)
