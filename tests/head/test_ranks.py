@@ -32,7 +32,7 @@ from tests.helpers.own_loop import (
     trained,
 )
 from tests.helpers.torchrun import torchrun
-from weightserver import InvalidRequestError, LocalCluster, ShardUnavailableError
+from weightserver import InvalidRequestError, LocalCluster, ShardUnavailableError, WeightClient
 from weightserver.torch import ClassifierHead
 
 KINDS = [
@@ -280,6 +280,24 @@ def a_name_was_used(rank: int) -> None:
             head.checkpoint("a")
 
 
+def a_token_is_away(rank: int) -> None:
+    """From the first rank, whose own function for it raises any error, when the head is opened; both go on."""
+    patch = pytest.MonkeyPatch()
+
+    def fail(*_: object) -> None:
+        patch.undo()
+        raise RuntimeError("there is no token")
+
+    with tempfile.TemporaryDirectory() as rows, dense(rows="resident", directory=Path(rows)) as head:
+        if not rank:
+            patch.setattr(WeightClient, "create_table", fail)
+        try:
+            head.open()
+        except (RuntimeError, ValueError) as error:
+            passed(head, [rank]).step(0.1)
+            raise ValueError(str(error)) from None
+
+
 def a_server_is_away(rank: int) -> None:
     """From one rank, once in each of these calls, which both repeat until they succeed."""
     errors = []
@@ -368,6 +386,7 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
         f"{A_RANK_FAILED} takes a checkpoint before step 1",
         "it is down, it is down, it is down, it is down, this rank announces step 2",
     ],
+    a_token_is_away: ["there is no token", "rank 0 failed: there is no token"],
     a_name_was_used: ["shard 0 at 127.0.0.1:", "rank 0 failed: shard 0 at 127.0.0.1:"],
 }
 
