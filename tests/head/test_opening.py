@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.head.conftest import MakeHead
 from tests.head.test_states import first_half
@@ -56,6 +58,20 @@ def test_a_table_keeps_its_blocks(make_head: MakeHead) -> None:
     third.load_state_dict(state)
     with pytest.raises(TableMismatchError, match="rows_per_block=7"):
         third.open()
+
+
+def test_settings_change_until_rows_are_written(tmp_path: Path, embeddings: Tensor) -> None:
+    """In a head's own directory: a first try that ended early fixes nothing."""
+    for weight_decay in (0.01, 0.02, 0.03):
+        with ClassifierHead(NUM_CLASSES, DIM, num_negatives=12, directory=tmp_path, weight_decay=weight_decay) as head:
+            if weight_decay == 0.03:
+                with pytest.raises(ValueError, match="hold the rows of run 'head' up to step 1: resume it"):
+                    head.open()
+                break
+            head(embeddings, [1, 2, 3, 4]).backward()
+            head.step(0.1)
+            if weight_decay == 0.02:
+                head.flush()
 
 
 @pytest.mark.parametrize("rows", ["resident", "remote"])

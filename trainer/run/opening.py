@@ -94,9 +94,7 @@ def open_head(head: ClassifierHead, config: TrainConfig, dataset: Dataset, class
     opened = Opened(RunImages(num_images, num_images, dataset.digests, classes.digest))
     if config.rows.rows != "dense" and not config.servers.servers:
         with stage("starting the weight servers"):
-            client = head.connect()
-        if not config.run.resume:
-            ranks.of_first(partial(_drop_unused, client))
+            head.connect()
     if config.run.resume:
         client = head.connect()
         found = ranks.of_first(partial(_to_resume, client, config, opened.images, dataset.ranges))
@@ -109,14 +107,6 @@ def open_head(head: ClassifierHead, config: TrainConfig, dataset: Dataset, class
     if config.run.resume and ranks.is_first:
         remove_unfinished(config.run.output / "checkpoints")
     return opened
-
-
-def _drop_unused(client: WeightClient) -> None:
-    """Drops a table that a start left which failed before its first checkpoint: this one may have other settings."""
-    with contextlib.suppress(NoTableError):
-        found = client.describe()
-        if not (found.clock or found.rows_stored or found.checkpoint_names):
-            client.drop_table()
 
 
 def _to_resume(client: WeightClient, config: TrainConfig, images: RunImages, ranges: tuple[int, ...]) -> dict[str, Any]:

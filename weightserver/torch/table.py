@@ -219,9 +219,14 @@ class Table:
         return {"rows_per_block": spec.rows_per_block, "epoch": epoch, "marks": client.marks()}
 
     def _begin(self, client: WeightClient, in_windows: bool) -> tuple[TableSpec, int]:
-        """Creates the table of a new run, unless it is there and nothing was written. Raises as `_unwritten`, and
-        SessionInUseError without `take_over`, if a run of another process holds the servers."""
-        spec, take_over = self._in_blocks(self._unwritten(client), in_windows), self.servers.take_over
+        """Creates the table of a new run, unless it is there and nothing was written; one in this head's own directory
+        may be of other settings. Raises as `_unwritten`, and SessionInUseError without `take_over`, if a run of another
+        process holds the servers."""
+        found, take_over = self._unwritten(client), self.servers.take_over
+        if found is not None and not self.servers.addresses:
+            client.drop_table()
+            found = None
+        spec = self._in_blocks(found, in_windows)
         client.create_table(spec)
         epoch = client.open_session(self.run, take_over=take_over)
         for kept in client.checkpoints():  # of a run that was taken over before it wrote a row
