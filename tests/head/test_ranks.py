@@ -281,21 +281,30 @@ def a_name_was_used(rank: int) -> None:
 
 
 def a_token_is_away(rank: int) -> None:
-    """From the first rank, whose own function for it raises any error, when the head is opened; both go on."""
+    """From the first rank, whose own function for it raises any error."""
+    opened_again(rank, "create_table", RuntimeError("there is no token"), of=0)
+
+
+def a_server_cannot_be_found(rank: int) -> None:
+    opened_again(rank, "expect", ShardUnavailableError("it is down"), of=1)
+
+
+def opened_again(rank: int, method: str, error: Exception, *, of: int) -> None:
+    """A method of one rank's client fails when the head is opened; both go on."""
     patch = pytest.MonkeyPatch()
 
     def fail(*_: object) -> None:
         patch.undo()
-        raise RuntimeError("there is no token")
+        raise error
 
     with tempfile.TemporaryDirectory() as rows, dense(rows="resident", directory=Path(rows)) as head:
-        if not rank:
-            patch.setattr(WeightClient, "create_table", fail)
+        if rank == of:
+            patch.setattr(WeightClient, method, fail)
         try:
             head.open()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, ShardUnavailableError) as told:
             passed(head, [rank]).step(0.1)
-            raise ValueError(str(error)) from None
+            raise ValueError(str(told)) from None
 
 
 def a_server_is_away(rank: int) -> None:
@@ -386,6 +395,7 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
         f"{A_RANK_FAILED} takes a checkpoint before step 1",
         "it is down, it is down, it is down, it is down, this rank announces step 2",
     ],
+    a_server_cannot_be_found: [f"{A_RANK_FAILED} opens the rows before step 0", "it is down"],
     a_token_is_away: ["there is no token", "rank 0 failed: there is no token"],
     a_name_was_used: ["shard 0 at 127.0.0.1:", "rank 0 failed: shard 0 at 127.0.0.1:"],
 }

@@ -28,6 +28,7 @@ class Doing(StrEnum):
     PREDICTS = "predicts before"
     SAVES = "takes a checkpoint before"
     READS = "reads rows before"
+    OPENS = "opens the rows before"
 
 
 _DOINGS = list(Doing)

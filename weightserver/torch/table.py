@@ -24,6 +24,7 @@ from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.errors import RowError
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
+from weightserver.torch.agreement import Agreement, Doing
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.ranks import Ranks, RowOwners, check_same_on_all_ranks, num_processes, ranks_of_process
 from weightserver.torch.rates import LearningRates
@@ -188,11 +189,12 @@ class Table:
 
     @contextlib.contextmanager
     def _agreed(self, device: torch.device, settings: Mapping[str, object]) -> Iterator[Ranks]:
-        """The ranks, which have the same settings; if the block fails, as if the head had not been used."""
+        """The ranks, which have the same settings; if the block fails on one, as if the head had not been used."""
         self.require_usable()
         check_same_on_all_ranks(settings, self.ranks_on(device))
         try:
-            yield self.ranks
+            with Agreement(self.ranks, Doing.OPENS, 0, 0):
+                yield self.ranks
         except BaseException:
             self.disconnect()
             raise
