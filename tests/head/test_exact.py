@@ -19,6 +19,7 @@ from tests.helpers.own_loop import (
     Dense,
     Encoder,
     Images,
+    learning_rate,
     loaded,
     shuffled,
     trained,
@@ -65,6 +66,26 @@ def test_a_plateau_scheduler_is_the_same_as_rates_given_in_advance(
         encoder.update(told[step])
         given.step()
     assert torch.equal(given.rows(range(NUM_CLASSES)), rows_told)
+
+
+@pytest.mark.parametrize("correction", ["exact", "paper"])
+def test_a_step_that_is_forgotten_changes_no_bit(make_head: MakeHead, client: WeightClient, correction: str) -> None:
+    """Of the rows that were corrected for it: other batches are given instead."""
+    found = []
+    for rows in ("remote", "resident"):
+        head, encoder = make_head(rows, correction=correction), Encoder()
+        for (ids, batch), (others, unused) in zip(loaded(shuffled(5, STEPS)), loaded(shuffled(6, STEPS)), strict=True):
+            if rows == "resident":
+                head(encoder.module(unused), others).backward()
+                head.forget_announced(in_progress=True)
+                encoder.optimizer.zero_grad()
+            head(encoder.module(batch), ids).backward()
+            encoder.update(rate := learning_rate(head.num_steps))
+            head.step(rate)
+        found.append(head.rows(range(NUM_CLASSES)))
+        head.close()
+        client.drop_table()
+    assert torch.equal(*found)
 
 
 def test_under_autocast_the_loss_is_that_of_the_rounded_embeddings(make_head: MakeHead) -> None:

@@ -26,9 +26,9 @@ to two parts are written together: a shard takes writes of 1 GiB, and has by def
 class ResidentRows(RowStore):
     """Holds rows from before they are active until they are unlikely to be active again.
 
-    Rows are transferred raw, as (weight, momentum_buffer, last_step), and corrected here, once, when they become active
-    (Section 2.3); SGD updates an active row in place in every step. So neither the time nor the path of a row's
-    transfer changes a bit of it. The invariants:
+    Rows are transferred and held raw, as (weight, momentum_buffer, last_step), and corrected here, once, for the step
+    that updates them (Section 2.3). So neither the time nor the path of a row's transfer changes a bit of it, and no
+    step that is forgotten does. The invariants:
 
     - A row is in one place: on the servers, in a fetch, resident, or in the write-back queue. It is resident, with a
       slot of its own, from the call that announces it, although its values may still be in a fetch.
@@ -162,12 +162,11 @@ class ResidentRows(RowStore):
         for slots, state in self._arriving.receive(sys.maxsize if is_late else step):
             self._values.place(slots, state)
         self._active, self._values.num_updates = active, step
-        self.counters.corrected(self._values.correct(self._active, step))
         self._active_on_device = to_device(self._active, self._device)
-        return self._values.weight.index_select(0, self._active_on_device)  # on a CPU faster than [...]
+        return self._values.weights(self._active, self._active_on_device, step)
 
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
-        self._values.update(self._active, self._active_on_device, gradients, step)
+        self.counters.corrected(self._values.update(self._active, self._active_on_device, gradients, step))
 
     def flush(self) -> None:
         self._values.settle()

@@ -18,29 +18,28 @@ from weightserver.torch.transfer import HostCopy, to_device
 
 
 class _Change(NamedTuple):
-    """What slots are to hold: int64 (n,), on the host and on the device, and float32 (n, D) each."""
+    """What an update leaves in slots: int64 (n,), on the host and on the device, and float32 (n, D) each."""
 
     slots: Int64Array
     on_device: Tensor
     weight: Tensor
     momentum_buffer: Tensor
     last_step: int
-    is_update: bool
 
 
 class SlotValues:
     """Weight, momentum_buffer and last_step of the row in each of `capacity` slots.
 
     Weight and momentum_buffer, float32 (capacity, D), are on the device; last_step, int64 (capacity,), is on the host.
-    A correction or an update is computed aside and made by one assignment; if an interrupt keeps it from the slots,
-    `settle`, which is called before anything else, puts it there.
+    They are raw: a row is corrected aside, once for `weights` and once for `update`, since a step may be forgotten
+    between them. An update is made by one assignment; if an interrupt keeps it from the slots, `settle`, which is
+    called before anything else, puts it there.
     """
 
     def __init__(self, spec: TableSpec, rates: LearningRates, capacity: int, device: torch.device) -> None:
         self.weight = torch.zeros(capacity, spec.dim, dtype=torch.float32, device=device)
         self.momentum_buffer = torch.zeros_like(self.weight)
         self.last_step = np.zeros(capacity, np.int64)
-        self.fresh = np.zeros(capacity, bool)  # no update has reached the row, although it may have been corrected
         self.changed = np.zeros(capacity, bool)  # by an update since the row arrived or was last written back
         self._num_updates = 0
         self._pending: _Change | None = None
@@ -52,8 +51,7 @@ class SlotValues:
     @property
     def num_updates(self) -> int:
         """Number of the update after the last one that was made."""
-        pending = self._pending
-        return self._num_updates if pending is None or not pending.is_update else pending.last_step
+        return self._num_updates if (pending := self._pending) is None else pending.last_step
 
     @num_updates.setter
     def num_updates(self, number: int) -> None:
@@ -64,22 +62,15 @@ class SlotValues:
         if (change := self._pending) is None:
             return
         self.weight[change.on_device], self.momentum_buffer[change.on_device] = change.weight, change.momentum_buffer
-        self.last_step[change.slots] = change.last_step
-        if change.is_update:
-            self.fresh[change.slots], self.changed[change.slots] = False, True
-            self._num_updates = change.last_step
+        self.last_step[change.slots], self.changed[change.slots] = change.last_step, True
+        self._num_updates = change.last_step
         self._pending = None
-
-    def _make(self, change: _Change) -> None:
-        self._pending = change  # from here on it is made
-        self.settle()
 
     def extend(self, added: int) -> None:
         """Adds slots."""
         zeros = self.weight.new_zeros(added, self._spec.dim)
         self.weight, self.momentum_buffer = (torch.cat([held, zeros]) for held in (self.weight, self.momentum_buffer))
         self.last_step = np.append(self.last_step, np.zeros(added, np.int64))
-        self.fresh = np.append(self.fresh, np.zeros(added, bool))
         self.changed = np.append(self.changed, np.zeros(added, bool))
 
     def place(self, slots: Int64Array, state: RowState) -> None:
@@ -88,7 +79,6 @@ class SlotValues:
         self.weight[chosen] = self._tensor(state.weight)
         self.momentum_buffer[chosen] = self._tensor(state.momentum_buffer)
         self.last_step[slots] = state.last_step
-        self.fresh[slots] = state.last_step == 0
 
     def leaving(self, slots: Int64Array, rows: Int64Array) -> LeavingRows:
         """A copy of the raw state of rows in slots, int64 (n,) each; a GPU makes it while training continues."""
@@ -96,23 +86,21 @@ class SlotValues:
         values = HostCopy([self.weight[chosen], self.momentum_buffer[chosen]])
         return LeavingRows(rows, values, self.last_step[slots], self._precision)
 
-    def correct(self, slots: Int64Array, step: int) -> Int64Array:
-        """Corrects the rows in `slots` up to `step`; on a CPU with the same bits as the servers' correction.
+    def weights(self, slots: Int64Array, on_device: Tensor, step: int) -> Tensor:
+        """The weights in slots, int64 (n,), also given as a tensor on the device, as of `step`: float32 (n, D).
 
-        Returns the gaps of the rows that an update had reached before: the steps that each had missed, int64 (m,).
-
-        Rows that are infinite or NaN never return to the servers (`LeavingRows`). Without `spec.correction` rows do not
-        change.
+        On a CPU they have the same bits as by the servers' correction. Rows that are infinite or NaN never return to
+        the servers (`LeavingRows`).
         """
-        idle = self.last_step[slots] < step
-        if not self._spec.correction or not idle.any():
-            return np.zeros(0, np.int64)
-        slots = slots[idle]
-        gaps = step - self.last_step[slots[~self.fresh[slots]]]
-        chosen = self._tensor(slots)
-        corrected = self._corrected(self.weight[chosen], self.momentum_buffer[chosen], self.last_step[slots], step)
-        self._make(_Change(slots, chosen, *corrected, last_step=step, is_update=False))
-        return gaps
+        weight = self.weight.index_select(0, on_device)  # on a CPU faster than [...]
+        idle = self._idle(slots, step)
+        if len(idle):
+            weight[self._tensor(idle)] = self.peek(slots[idle], step)
+        return weight
+
+    def _idle(self, slots: Int64Array, step: int) -> Int64Array:
+        """Which of these slots have rows to correct, int64 (m,): none without `spec.correction`."""
+        return np.flatnonzero((self.last_step[slots] < step) & bool(self._spec.correction))
 
     def _corrected(
         self, weight: Tensor, momentum_buffer: Tensor, last_step: Int64Array, step: int
@@ -135,13 +123,24 @@ class SlotValues:
         return self.corrected(self.weight[chosen], self.momentum_buffer[chosen], self.last_step[slots], step)
 
     @torch.no_grad()
-    def update(self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int) -> None:
-        """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device."""
+    def update(self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int) -> Int64Array:
+        """One step of SGD (Equation 2) on the rows in slots, as `weights` takes them.
+
+        Returns the gaps of the rows that an update had reached before: the steps that each had missed, int64 (m,).
+        """
         weight, momentum_buffer = self.weight[on_device], self.momentum_buffer[on_device]
+        idle = self._idle(slots, step)
+        last_step = self.last_step[slots[idle]]
+        if len(idle):
+            chosen = self._tensor(idle)
+            corrected = self._corrected(weight[chosen], momentum_buffer[chosen], last_step, step)
+            weight[chosen], momentum_buffer[chosen] = corrected
         momentum_buffer *= self._spec.momentum
         momentum_buffer += weight * self._spec.weight_decay + gradients
         weight -= momentum_buffer * self._rates.of_step(step)
-        self._make(_Change(slots, on_device, weight, momentum_buffer, last_step=step + 1, is_update=True))
+        self._pending = _Change(slots, on_device, weight, momentum_buffer, step + 1)  # from here on it is made
+        self.settle()
+        return step - last_step[last_step > 0]
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return to_device(array, self._device)
