@@ -102,8 +102,10 @@ def test_a_head_stores_rows_in_bfloat16(cluster: LocalCluster, tmp_path: Path) -
         rows = head.rows(np.arange(50)).numpy()
     assert inspect_directory(tmp_path / "shard-0")["spec"]["dtype"] == "bfloat16"
     assert ((rows.view(np.uint32) & 0xFFFF) == 0).all()
+    with ClassifierHead(50, 4, num_negatives=8, servers=cluster.addresses, dtype="bfloat16") as head:
+        head.open()
     with (
-        ClassifierHead(50, 4, num_negatives=8, directory=tmp_path) as other,
+        ClassifierHead(50, 4, num_negatives=8, servers=cluster.addresses) as other,
         pytest.raises(TableMismatchError, match="holds another table"),
     ):
         other.open()
