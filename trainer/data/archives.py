@@ -70,17 +70,28 @@ def members(path: Path, shown: str, left_out: LeftOut) -> dict[str, Member]:
 
 def _stored(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
     """Plain name and place of each file; hard links lead to what they name, symbolic ones are left out."""
+    is_zip = not is_tar(path) and zipfile.is_zipfile(path)  # a tar's last member may be a zip
     try:
-        is_tar = tarfile.is_tarfile(path) or not zipfile.is_zipfile(path)  # a tar's last member may be a zip
-        yield from _of_tar(path, shown, left_out) if is_tar else _of_zip(path, shown, left_out)
-    except (tarfile.TarError, zipfile.BadZipFile) as error:
+        yield from _of_zip(path, shown, left_out) if is_zip else _of_tar(path, shown, left_out)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001 - foreign bytes can make a reader raise anything, as OverflowError
         with path.open("rb") as file:
             is_compressed = file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"))
         if is_compressed:
             problem = "is a compressed archive, which cannot be read in any order: unpack it"
         else:
-            problem = f"is not a complete tar ({error}): fetch it again, or move it away"
+            kind = "zip file" if is_zip else "tar"
+            problem = f"is not a complete {kind} ({error}): fetch it again, or move it away"
         raise ArchiveError(str(path), problem) from None
+
+
+def is_tar(path: Path) -> bool:
+    """Whether a file begins as a tar, also as a damaged one."""
+    try:
+        return tarfile.is_tarfile(path)
+    except (ValueError, OverflowError):
+        return True
 
 
 def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
@@ -104,8 +115,11 @@ def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
 
 
 def _headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar, which would keep them all."""
+    """The members of a tar, which would keep them all. Raises TarError after one of negative size, which leads some
+    versions of Python back to the members before it, for ever."""
     for member in tar:
+        if tar.offset <= member.offset:
+            raise tarfile.ReadError(f"damaged at byte {member.offset:,}")
         tar.members.clear()  # type: ignore[attr-defined]
         yield member
 
@@ -255,7 +269,7 @@ def are_shards(tars: Sequence[Path]) -> bool:
                     are_samples = are_samples or in_no_folder or member.name.endswith(".cls")
                     if has_pairs and are_samples:
                         return True
-    except (tarfile.TarError, OSError):
+    except (tarfile.TarError, OSError, ValueError, OverflowError):
         return False  # it is named when it is read
     numbers: dict[str, list[int]] = {}
     for found in filter(None, numbered):

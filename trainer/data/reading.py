@@ -8,7 +8,6 @@ shard and lines of a list in their own order.
 from __future__ import annotations
 
 import os
-import tarfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
-from trainer.data.archives import are_shards
+from trainer.data.archives import are_shards, is_tar
 from trainer.data.bucket_sources import check_numbered, local_source, numbered
 from trainer.data.config import TESTS, TRAINING, SourceOptions, split_of
 from trainer.data.label_texts import MISSING_TEXTS, label_number
@@ -190,7 +189,7 @@ def _found(
     if is_table(source.name):
         notes += add_tables(top, source.parent, [source.name], options, left_out)
         return top, "a table of images", _COLUMNS
-    if tarfile.is_tarfile(source) or zipfile.is_zipfile(source):
+    if is_tar(source) or zipfile.is_zipfile(source):
         is_shard = options.tars == "shards" or (options.tars is None and are_shards([source]))
         add_archive(top, source, source.name, left_out, options if is_shard else None, tree=True)
         return (top, "a shard of samples (webdataset)", _SHARDS) if is_shard else (top, "", ("tars",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -321,6 +322,25 @@ def test_a_tar_that_is_compressed_or_damaged_is_named(tmp_path: Path) -> None:
     (tree / "n01440764.tar").write_bytes(b"half a tar" * 200)
     with pytest.raises(ValueError, match=r"n01440764.tar is not a complete tar"):
         read_source(tree)
+
+
+def test_an_archive_with_impossible_sizes_is_named(tmp_path: Path) -> None:
+    """Some of them lead Python back to members before, or make it raise other errors than those of archives."""
+    whole = write_tar(tmp_path / "a.tar", {f"{number}.jpg": b"x" * 100 for number in range(3)}).read_bytes()
+    back, beyond = b"\xff" * 10 + struct.pack(">H", 2**16 - 1536), b"\x80" + b"\xff" * 11
+    for place, size, kind in ((2048, back, b"0"), (1024, beyond, b"0"), (1024, beyond, b"L"), (0, beyond, b"x")):
+        header = bytearray(whole[place : place + tarfile.BLOCKSIZE])
+        header[124:136], header[156:157], header[148:156] = size, kind, b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        (tmp_path / "a.tar").write_bytes(whole[:place] + header + whole[place + tarfile.BLOCKSIZE :])
+        with pytest.raises(ValueError, match=r"a.tar is not a complete tar"):
+            read_source(tmp_path / "a.tar")
+    zipped = write_zip(tmp_path / "a.zip", {"é.jpg": jpeg(0)}).read_bytes()
+    start = zipped.rindex(b"PK\1\2")
+    for damaged in (zipped[: start + 6] + b"\xff" + zipped[start + 7 :], zipped.replace("é".encode(), b"\xff\xff")):
+        (tmp_path / "a.zip").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a.zip is not a complete zip file"):
+            read_source(tmp_path / "a.zip")
 
 
 def test_a_tar_that_goes_on_after_its_last_header_is_named(tmp_path: Path) -> None:
