@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -54,8 +53,6 @@ def _set_up_process() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # gRPC would log failed handshakes, which the client's errors explain better.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    # Pillow's, about an image that is read nevertheless; it refuses one of twice as many pixels.
-    warnings.filterwarnings("ignore", r"Image size \(\d+ pixels\) exceeds limit")
     # Another service's; prometheus_client would write there.
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
     _set_up_home()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,6 +42,12 @@ _SUFFIX_OF_FORMAT = {
     "HEIF": "heic",  # with the extra `heic`
 }
 """The supported formats, with the suffixes by which webdataset's decoders know them; no other format is opened."""
+_ICONS = (b"\0\0\1\0", b"icns")
+"""How ICO and ICNS begin."""
+_PICTURE_IN_ICON = re.compile(rb"(?:IHDR|\xff\x4f\xff\x51.{4})(.{4})(.{4})", re.DOTALL)
+"""Where a PNG, or a JPEG 2000, has its width and height."""
+_TILE_WIDTH, _TILE_LENGTH = 322, 323
+"""TIFF's tags of a tile's sides. Source: TIFF 6.0, page 67."""
 _EXTRA_SAMPLES = 338
 """TIFF's tag that says what further bands are: 1 or 2 for alpha. Source: TIFF 6.0, page 31."""
 IMAGE_SUFFIXES = frozenset(
@@ -64,12 +71,25 @@ class Rendering(NamedTuple):
 
     def reduction(self, image: Image.Image) -> int:
         """The factor by which an opened image must be reduced. Raises BrokenImageError if it cannot."""
-        megapixels = image.width * image.height / 1e6
-        factors = (1, 2, 4, 8) if image.format in ("JPEG", "MPO") else (1,)
+        pixels = image.width * image.height
+        if image.format == "TIFF":  # whose tiles are decoded whole
+            tags = image.tag_v2  # type: ignore[attr-defined]
+            pixels = max(pixels, tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0))
+        return self._factor(pixels, (1, 2, 4, 8) if image.format in ("JPEG", "MPO") else (1,))
+
+    def check_icon(self, file: BinaryIO) -> None:
+        """Raises BrokenImageError if a file is an icon with too large a picture, which Pillow decodes when it opens it,
+        whatever its size is in the icon's list."""
+        file.seek(0)
+        if file.read(4) in _ICONS:
+            for width, height in _PICTURE_IN_ICON.findall(file.read()):
+                self._factor(int.from_bytes(width) * int.from_bytes(height))
+
+    def _factor(self, pixels: int, factors: Sequence[int] = (1,)) -> int:
         for factor in factors:
-            if megapixels / factor**2 <= self.max_megapixels:
+            if pixels / factor**2 <= 1e6 * self.max_megapixels:
                 return factor
-        raise BrokenImageError(f"{megapixels:,.4g} megapixels, more than --max-megapixels {self.max_megapixels:g}")
+        raise BrokenImageError(f"{pixels / 1e6:,.4g} megapixels, more than --max-megapixels {self.max_megapixels:g}")
 
 
 DEFAULT_RENDERING = Rendering()
@@ -178,6 +198,7 @@ def _formats() -> dict[str, Callable[[bytes], Any] | None]:
 def is_picture(file: BinaryIO) -> bool:
     """Whether a file begins as an image of a supported format, whatever its name."""
     try:
+        DEFAULT_RENDERING.check_icon(file)
         with Image.open(file, formats=[name for name, accepts in _formats().items() if accepts]):
             return True
     except Exception:  # noqa: BLE001 - foreign bytes can make a decoder raise anything
@@ -266,7 +287,8 @@ def _open(content: bytes, rendering: Rendering) -> Image.Image:
     """Opens an image without its pixels; refuses too many of them, and those that the rendering has no range for."""
     if not content:
         raise BrokenImageError("the file is empty")
-    image = Image.open(io.BytesIO(content), formats=list(_formats()))
+    rendering.check_icon(file := io.BytesIO(content))
+    image = Image.open(file, formats=list(_formats()))
     rendering.reduction(image)
     if not rendering.pixel_range and _unknown_range(image):
         raise BrokenImageError(

@@ -25,6 +25,7 @@ from trainer.data.decode import (
     decode,
     decoded_side,
     facts,
+    is_picture,
     suffix_of,
 )
 from trainer.loading import loading_libraries
@@ -304,3 +305,35 @@ def test_images_of_many_megapixels() -> None:
     for read in (facts, suffix_of, lambda content, how: decode(content, [Crop(150, centre)], how)):
         with pytest.raises(BrokenImageError, match=r"0\.48 megapixels"):  # told by the head alone
             read(encoded(large, "PNG")[:100], Rendering(max_megapixels=0.25))
+
+
+@pytest.mark.parametrize("kind", ["ICO", "ICNS", "ICNS of JPEG 2000", "TIFF"])
+def test_pictures_and_tiles_larger_than_their_image_are_measured(kind: str) -> None:
+    """Pillow decodes them whole, whatever size the image itself names: a small file could fill the memory."""
+    picture = encoded(Image.new("L", (800, 600)), "JPEG2000" if "2000" in kind else "PNG")
+    contents = {
+        "ICO": struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(picture), 22) + picture,
+        "TIFF": _tiled_tiff(16, 784),
+    }
+    icon = b"icns" + struct.pack(">I4sI", 16 + len(picture), b"ic07", 8 + len(picture)) + picture
+    content = contents.get(kind, icon)
+    for read in (facts, suffix_of, lambda content, how: decode(content, [Crop(8, centre)], how)):
+        with pytest.raises(BrokenImageError, match=r"0\.\d+ megapixels, more than --max-megapixels 0.25"):
+            read(content, Rendering(max_megapixels=0.25))
+
+
+def _tiled_tiff(side: int, tile: int) -> bytes:
+    """A grey image in a single tile."""
+    values = {256: side, 257: side, 258: 8, 259: 1, 262: 1, 277: 1, 322: tile, 323: tile, 324: 200, 325: tile**2}
+    tags = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in values.items())
+    head = b"II*\0" + struct.pack("<IH", 8, len(values)) + tags
+    return head.ljust(200, b"\0") + bytes(tile**2)
+
+
+def test_no_icon_with_a_huge_picture_is_decoded_to_learn_what_it_is() -> None:
+    huge = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sIIBBBBB", 13, b"IHDR", 60_000, 60_000, 1, 0, 0, 0, 0) + bytes(99)
+    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(huge), 22) + huge
+    with pytest.raises(BrokenImageError, match="3,600 megapixels"):
+        suffix_of(icon)
+    assert not is_picture(io.BytesIO(icon))
+    assert is_picture(io.BytesIO(encoded(piece(0), "ICO")))
