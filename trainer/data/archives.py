@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import posixpath
 import re
 import stat
@@ -163,6 +164,15 @@ def _opened_zip(path: str, *_: int) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+def read_single(path: Path) -> bytes:
+    """The bytes of a file. Raises OSError if they cannot be read, or it is none: a pipe is waited for, and a device may
+    have no end."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("not a file")
+        return file.read()
+
+
 def read_member(path: Path, member: Member, most: int | None = None) -> bytes:
     """The bytes of a member, the first `most` of them.
 
@@ -245,7 +255,7 @@ def _label(path: Path, shown: str, beside: Mapping[str, Member], label_key: str 
         return " ".join(read_member(path, beside[key]).decode(errors="replace").split()), key
     if label_key and "json" in beside:
         fields = None
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             fields = json.loads(read_member(path, beside["json"]))
         if isinstance(fields, dict) and fields.get(label_key) is not None:
             return label_text(fields[label_key], f"{shown}:{beside['json'].name}"), "json"

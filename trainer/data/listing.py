@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.archives import Member, read_member
+from trainer.data.archives import Member, read_member, read_single
 from trainer.data.tables import IN_TABLE, read_cell
 from weightserver.common.object_store import shown
 from weightserver.core.arrays import Int64Array
@@ -99,7 +99,7 @@ class Listing:
         if entry.length == IN_TABLE:
             return read_cell(self.place / entry.path, entry.member, entry.offset)
         if not entry.member:
-            return (self.place / entry.path).read_bytes()
+            return read_single(self.place / entry.path)
         return read_member(self.place / entry.path, Member(entry.member, entry.offset, entry.length))
 
     def length(self, entry: Entry) -> int:

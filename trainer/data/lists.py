@@ -244,7 +244,7 @@ def _csv_cells(source: Path, lines: Iterable[str], delimiter: str) -> Iterator[t
 def _json_array(source: Path, file: TextIO) -> list[_Row]:
     try:
         return [(f"object {number}", dict(row)) for number, row in enumerate(json.load(file), 1)]
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ValueError(f"{source}: not a JSON array of objects: give an object for each image") from None
 
 
@@ -254,7 +254,7 @@ def _json_lines(source: Path, lines: Iterable[str]) -> Iterator[_Row]:
             continue
         try:
             row = dict(json.loads(line))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise ValueError(f"{source}, line {number}: not a JSON object: give one a line (JSON lines)") from None
         yield f"line {number}", row
 

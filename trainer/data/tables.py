@@ -21,7 +21,7 @@ from typing import Any
 
 from xxhash import xxh3_64
 
-from trainer.data.archives import version
+from trainer.data.archives import read_single, version
 from trainer.data.config import split_of
 from weightserver.common.installing import install_advice
 from weightserver.common.processes import usable_memory
@@ -82,7 +82,7 @@ def read_cell(path: Path, member: str, listed: int) -> bytes:
     value = table.part(part, column)[row - table.starts[part]].as_py()
     content, file = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
     if content is None and file:
-        return (path.parent / str(file)).read_bytes()
+        return read_single(path.parent / str(file))
     if not isinstance(content, bytes):
         raise OSError("no image in this row")
     return content
@@ -221,5 +221,5 @@ def _class_names(metadata: Mapping[bytes, bytes], column: str) -> list[str]:
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         return [str(name) for name in features[column]["names"]]
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, RecursionError):
         return []

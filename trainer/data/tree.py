@@ -297,7 +297,7 @@ def is_output(folder: Path) -> bool:
     for name in ("config.json", "manifest.json"):
         try:
             content = json.loads((folder / name).read_bytes()) if (folder / name).is_file() else None
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if isinstance(content, dict) and isinstance(content.get("format"), int):
             return True

@@ -577,6 +577,8 @@ def test_no_line_of_a_list_is_lost(name: str, content: str, found: str, tmp_path
         ("twice.csv", "path,label,label\na.jpg,1,2\n", "has 2 columns 'label': rename all but one of them"),
         ("half.jsonl", '{"path": "a.jpg", "label": "\\ud83d"}\n', r"line 1: '\\ud83d' has half of a character"),
         ("half.json", '[{"path": "\\ud83d.jpg"}]', r"object 1: '\\ud83d.jpg' has half of a character"),
+        ("deep.jsonl", f'{{"path": {"[" * 100_000}\n', "line 1: not a JSON object"),
+        ("deep.json", f'[{{"path": {"[" * 100_000}\n', "not a JSON array of objects"),
         ("zero.txt", "a.jpg\n" * 1_000 + "b\0.jpg\n", r"line 1001: 'b\\x00.jpg' is no path: remove the zero byte"),
         ("utf16.csv", "path,label\na.jpg,1\n", "is text in UTF-16: save it in UTF-8"),
     ],
@@ -586,6 +588,18 @@ def test_a_list_that_cannot_be_read_is_one_line(name: str, content: str, message
     with pytest.raises(ValueError, match=f"{name}.*{message}") as caught:
         read_source(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_path_of_a_list_that_is_no_file_is_a_broken_image(tmp_path: Path) -> None:
+    """Whoever opens a pipe waits for its writer, and whoever reads a device fills the memory."""
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "list.txt").write_text("pipe.jpg\n/dev/zero\n")
+    write_table(tmp_path / "table.parquet", image=[{"bytes": None, "path": "pipe.jpg"}])
+    for name in ("list.txt", "table.parquet"):
+        listing = read_source(tmp_path / name).train.listing
+        for image in range(len(listing)):
+            with pytest.raises(OSError, match="not a file"):
+                listing.read(image)
 
 
 def test_every_line_of_a_list_is_accounted_for(tmp_path: Path) -> None:
