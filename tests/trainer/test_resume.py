@@ -319,6 +319,11 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
             r"a length of 40 updates, not 39: it can become longer, not shorter: give --steps 40",
         ),
         ({"steps": None, "epochs": 2.0}, True, r"40 updates, not 38: .* not shorter: give --steps 40"),
+        (
+            {"steps": None, "epochs": 2.0, "batch_size": 32},
+            True,
+            r"whose --batch-size is 16, not 32: give the same settings",
+        ),
         ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
         ({"rows": "dense"}, True, r"--rows dense saves no checkpoints: omit --resume"),
     ],

@@ -74,7 +74,6 @@ def check_same_run(config: TrainConfig, num_images: int) -> None:
             "--output, or delete it"
         )
     stored = json.loads(run.to_json())  # with the defaults of settings that were added since
-    _check_length(config, run, num_images)
     free = RESUMABLE | LENGTH | config.unused_settings()
     had, given = ({name: settings[name] for name in wanted.keys() - free} for settings in (stored, wanted))
     had, given = flat(had), flat(given)
@@ -85,6 +84,7 @@ def check_same_run(config: TrainConfig, num_images: int) -> None:
                 f"--resume resumes the run in {config.run.output}, whose {flag(name)} is {before}, not {now}: "
                 "give the same settings"
             )
+    _check_length(config, run, num_images)
 
 
 def check_local_servers(config: TrainConfig) -> None:
