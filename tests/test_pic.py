@@ -68,6 +68,10 @@ print("MODULES", *sys.modules)
     assert not slow & set(modules.split())
 
 
+def test_all_options_of_ones_own_images_say_that_defaults_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "chosen from images and machine, not by these defaults" in printed(["train", "--help-all"], capsys)
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_every_option_of_a_page_exists(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     complete = printed([name, *["knn"] * (name == "evaluate"), "--help-all"], capsys)

@@ -86,6 +86,8 @@ def _given(arguments: Sequence[str]) -> list[str]:
 
 def _parsed(preset: str, options: Sequence[str]) -> TrainConfig:
     what = f"Train on {PRESETS[preset][0].partition(':')[0]}." if preset else "Resume a run."  # is not wrapped
+    if preset == "images":
+        what += "\n\nWhat is not given is chosen from images and machine, not by these defaults."
 
     def parse(options: list[str]) -> TrainConfig:
         return tyro.cli(
