@@ -46,6 +46,7 @@ from trainer.evaluate.command import parse as parse_evaluation
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.presets import PRESETS
 from weightserver.common.installing import install_command
+from weightserver.core.blocks import BlockCodec
 from weightserver.torch import ClassifierHead
 
 ROOT = Path(__file__).parent.parent
@@ -471,6 +472,15 @@ def test_what_changes_in_a_script_of_partial_fc(margin: str, tmp_path: Path) -> 
     exec(shortened(script, *substitutions), namespace)
     assert namespace["head"].num_steps == 4
     namespace["head"].close()
+
+
+def test_the_disks_of_a_script_of_partial_fc_hold_its_blocks() -> None:
+    """Of identities in any order, which a loader of its own gives."""
+    (row,) = re.findall(r"weight servers' disks \|(.*)\|", (ROOT / "docs/from-partial-fc.md").read_text())
+    spec = ClassifierHead(1_000, 512, num_negatives=100).spec
+    bytes_of_one = BlockCodec(spec).stored_bytes / spec.rows_per_block
+    for number, text in zip((10**5, 10**6, 10**7), row.split("|"), strict=True):
+        assert float(text.removesuffix(" GB ")) == pytest.approx(number * bytes_of_one / 1e9, rel=0.07)
 
 
 def test_the_layout_names_what_is_there() -> None:

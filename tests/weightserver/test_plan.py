@@ -211,6 +211,15 @@ def test_the_table_of_sizes_is_what_plan_prints(capsys: pytest.CaptureFixture[st
             assert found == cell, (part, name)
 
 
+def test_a_plan_says_what_other_sources_take_to_be_listed() -> None:
+    """docs/scale.md has what each was measured to take."""
+    (kinds,) = re.findall(r"anything else on one\. (.*?), of which", (RESULTS.parents[1] / "docs/scale.md").read_text())
+    times = [int(number) / (80 + planning._LISTED_MORE) for number in re.findall(r"\d+", kinds)]
+    (figure,) = (one for one in plan(Workload(num_rows=10**6))["images"] if one.name.startswith("memory"))
+    assert len(times) == 6
+    assert f"; {min(times):.0f} to {max(times):.0f} times as much" in figure.formula
+
+
 def planned_by_command(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     with pytest.raises(SystemExit) as ended:
         main(["plan", *options])

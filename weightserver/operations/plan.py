@@ -296,7 +296,7 @@ def _images(load: Workload) -> list[Figure]:
             "memory of the process that lists them",
             load.num_rows * (load.listed_bytes + _LISTED_MORE),
             "B",
-            f"N · ({load.listed_bytes} + {_LISTED_MORE}) B; eight times as much from a list of paths",
+            f"N · ({load.listed_bytes} + {_LISTED_MORE}) B; 2 to 9 times as much from other sources",
         ),
         Figure("images decoded, per node", visited, "images/s", "B / nodes · steps/s"),
         Figure(
