@@ -133,7 +133,7 @@ def _refuse_preset(arguments: Sequence[str]) -> NoReturn:
         print(PAGES["train"])
         sys.exit(0)
     if not arguments or arguments[0].startswith("-"):
-        _exit(f"give a folder of images, or one of {', '.join(PRESETS)}")
+        _exit(f"begin with a folder of images, or one of {', '.join(PRESETS)}")
     hint = f"give a folder that exists, or one of {', '.join(PRESETS)}"
     hint = did_you_mean(arguments[0], [*PRESETS, "report"], hint)
     _exit(f"unknown preset {arguments[0]!r}: {hint}")

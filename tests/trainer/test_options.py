@@ -303,7 +303,7 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         parse_config([])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"give a folder of images, or one of {', '.join(PRESETS)}")
+    assert line.endswith(f"begin with a folder of images, or one of {', '.join(PRESETS)}")
 
 
 @pytest.mark.parametrize(

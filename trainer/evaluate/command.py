@@ -42,7 +42,7 @@ def parse(
         others = "; detect and segment are of python -m experiments.paper" if protocols is PROTOCOLS else ""
         hint = f"give one of {', '.join(protocols)}{others}"
         if not name or name.startswith("-"):
-            raise ValueError(f"the protocol is missing: {hint}")
+            raise ValueError(f"the protocol is missing{' before the options' * bool(name)}: {hint}")
         raise ValueError(f"unknown protocol {name!r}: {did_you_mean(name, protocols, hint)}")
     parts = (EncoderOptions, EvaluationOptions, SourceOptions, *(type(one.settings) for one in protocols.values()))
     for settings in parts:

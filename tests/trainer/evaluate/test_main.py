@@ -297,7 +297,7 @@ def test_the_documented_command_of_two_ranks(run_dir: Path, data_dir: Path) -> N
     [
         (["knn", "--run", "/no/such/run", "--dataset", "idx"], "/no/such/run holds no run"),
         ([], "the protocol is missing: give one of knn, linear, linear-cached, semi-supervised, fine-tune; detect and"),
-        (["--run", "{run}"], "the protocol is missing: give one of knn"),
+        (["--run", "{run}", "knn"], "the protocol is missing before the options: give one of knn"),
         (["segment"], "unknown protocol 'segment': give one of knn, linear, linear-cached, semi-supervised, fine-tune"),
         (["detect"], "; detect and segment are of python -m experiments.paper"),
         (["lineer", "--pixels"], "unknown protocol 'lineer': did you mean linear?"),
