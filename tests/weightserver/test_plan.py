@@ -211,6 +211,13 @@ def test_the_table_of_sizes_is_what_plan_prints(capsys: pytest.CaptureFixture[st
             assert found == cell, (part, name)
 
 
+def test_pages_have_as_many_versions_of_rows_as_a_plan() -> None:
+    assert 1 + Workload(num_rows=10**6).keep_checkpoints == 4
+    servers, runbook = ((RESULTS.parents[1] / f"docs/{name}.md").read_text() for name in ("servers", "runbook"))
+    assert "at most four times" in servers
+    assert "to four times with three checkpoints kept" in runbook
+
+
 def test_a_plan_says_what_other_sources_take_to_be_listed() -> None:
     """docs/scale.md has what each was measured to take."""
     (kinds,) = re.findall(r"anything else on one\. (.*?), of which", (RESULTS.parents[1] / "docs/scale.md").read_text())
