@@ -57,10 +57,12 @@ def write_certificates(
 
 def renew_certificates(directory: Path, *, days: int = 365) -> datetime:
     """Replaces the certificates of servers and clients, and their keys, by new ones of the same CA for the same hosts;
-    returns their expiry. The CA and the token stay, and both sides read the files again without a restart.
+    returns their expiry, at most the CA's. The CA and the token stay, and both sides read the files again without a
+    restart.
 
     Raises:
-        ValueError: `days` is invalid, the CA ends earlier, or its key is another one or encrypted.
+        ValueError: `days` is invalid, the CA ends no later than the old certificates, or its key is another one or
+            encrypted.
         OSError: a file cannot be read or written, or another process renews them.
     """
     trusted = x509.load_pem_x509_certificates((directory / "ca.pem").read_bytes())
@@ -77,15 +79,15 @@ def renew_certificates(directory: Path, *, days: int = 365) -> datetime:
     authority = next((one for one in trusted if one.public_key() == key.public_key()), None)  # among other CAs
     if authority is None:
         raise ValueError(f"{directory}/ca-key.pem is the key of no certificate in ca.pem: give the CA's own key")
-    period = _period(datetime.now(UTC), days)
-    if period[1] > authority.not_valid_after_utc:
+    (start, end), last = _period(datetime.now(UTC), days), authority.not_valid_after_utc
+    if end > last and max(start, old.not_valid_after_utc) >= last:
         raise ValueError(
-            f"the CA in {directory} expires on {authority.not_valid_after_utc:%Y-%m-%d}: give fewer --days, or make a "
-            "new one in another directory and let both sides trust both in the meantime"
+            f"the CA in {directory} expires on {last:%Y-%m-%d}, and its certificates with it: make a new one in "
+            "another directory, and let both sides trust both in the meantime"
         )
     with directory_lock(directory):  # or the key of one renewal and the certificate of another could stay
-        _write(directory, _issued(authority, key, names, period))
-    return period[1]
+        _write(directory, _issued(authority, key, names, (start, min(end, last))))
+    return min(end, last)
 
 
 def _period(start: datetime, days: int) -> tuple[datetime, datetime]:
