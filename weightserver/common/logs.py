@@ -69,8 +69,8 @@ class _Lines(logging.Formatter):
             named = record.args if isinstance(record.args, dict) else {}
             fields |= {"exception": traceback} if traceback else {}
             return json.dumps({**named, **fields, "event": event, "level": level, "timestamp": time}, default=repr)
-        line = [f"{time} [{level}] {_printable(event)}"]
-        line += [f"{name}={_printable(str(value))}" for name, value in sorted(fields.items())]
+        line = [f"{time} [{level}] {printable(event)}"]
+        line += [f"{name}={printable(str(value))}" for name, value in sorted(fields.items())]
         return " ".join(line) + (f"\n{traceback}" if traceback else "")
 
 
@@ -78,7 +78,7 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime"}
 """What every record has."""
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Escapes text that would control a terminal."""
     return text if text.isprintable() else repr(text)[1:-1]
 
@@ -171,9 +171,11 @@ def say(remark: Remark, level: int = logging.INFO) -> None:
 
 
 def print_error(line: str) -> None:
-    """Prints why the process ends on stderr: one line, or one event if the log is JSON. Ignores its errors."""
+    """Prints why the process ends on stderr: one line, or one event if the log is JSON. Ignores its errors.
+
+    What another program answered, or a file is called, does not control the terminal."""
     if logs_json():
         logging.getLogger(__name__).error(line)
     else:
         with contextlib.suppress(OSError, ValueError):
-            print(line, file=sys.stderr, flush=True)
+            print(*map(printable, line.split("\n")), sep="\n", file=sys.stderr, flush=True)

@@ -111,7 +111,8 @@ def to_location(text: str) -> Path:
         ArgumentTypeError: any other URL, one with credentials, or one that names no object.
     """
     scheme, mark, rest = text.partition("://")
-    if mark and "@" in rest.partition("/")[0]:
+    host = rest.partition("/")[0]
+    if mark and ("@" in host or (":" in host and "@" in rest)):  # secrets may have slashes
         raise ArgumentTypeError(
             f"{scheme}://…@{rest.partition('@')[2]} has credentials, which files and messages would repeat: give "
             "s3://BUCKET/KEY, and AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"

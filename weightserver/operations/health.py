@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from weightserver.client.channels import open_channel
 from weightserver.client.security import ClientSecurity
 from weightserver.client.threads import outcomes, raise_first
+from weightserver.common.logs import printable
 from weightserver.common.options import add_options, given_options
 from weightserver.core.errors import ShardUnavailableError
 from weightserver.operations.arguments import add_addresses, given_addresses, positive_seconds
@@ -53,4 +54,5 @@ def _serving_status(address: str, security: ClientSecurity, timeout_seconds: flo
                 shard=address,
             ) from None
     reason: bytes = dict(call.trailing_metadata() or ()).get(NOT_READY_KEY, b"")
-    return reason.decode() or str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    name = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    return printable(reason.decode(errors="replace")) or name

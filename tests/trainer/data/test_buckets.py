@@ -405,8 +405,8 @@ def test_bad_arguments_and_disks_are_one_line(
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--cache-dir .*file cannot be written \(Not a directory\)"):
         PackedImages(PACK, SourceOptions(cache_dir=tmp_path / "file"))
-    for place in ("s3://a-key:a-secret@images/packed", "gs://a-secret@images/packed"):
-        assert call("pack", tmp_path, place) == 2
+    for place in ("a-key:a-secret@images/packed", "a-key:an/a-secret@images/packed", "a-secret@images/packed"):
+        assert call("pack", tmp_path, f"s3://{place}") == call("pack", tmp_path, f"gs://{place}") == 2
         (*_, line) = capsys.readouterr().err.splitlines()
         assert "@images/packed has credentials, which files and messages would repeat: give s3://BUCKET/KEY" in line
         assert not any(secret in line for secret in ("a-key", "a-secret"))
