@@ -61,6 +61,7 @@ class LocalCluster(Closing):
     Args:
         directory: where the shards keep their data; by default a temporary directory that is deleted when closed.
         serve_options: additional options of `weightserver serve` for every shard.
+        token: that clients must send; without one, all users of this machine can read and change the rows.
 
     Raises:
         ValueError: `num_shards` is not positive.
@@ -76,12 +77,18 @@ class LocalCluster(Closing):
     _program: ClassVar[list[str]] = [sys.executable, "-m", "weightserver"]
 
     def __init__(
-        self, num_shards: int = 1, directory: str | Path | None = None, *, serve_options: Sequence[str] = ()
+        self,
+        num_shards: int = 1,
+        directory: str | Path | None = None,
+        *,
+        serve_options: Sequence[str] = (),
+        token: str | None = None,
     ) -> None:
         if num_shards < 1:
             raise ValueError(f"num_shards must be at least 1, got {num_shards}")
         self._process = os.getpid()
         self._serve_options = list(serve_options)
+        self._token = token
         self.directory = Path(tempfile.mkdtemp(prefix="weightserver-") if directory is None else directory)
         self._remove = None if directory else weakref.finalize(self, _remove, self.directory, self._process)
         make_directory(self.directory)
@@ -153,8 +160,9 @@ class LocalCluster(Closing):
         command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", f"127.0.0.1:{port}"]
         command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port)]
         command += [*(["--init"] if init else []), *self._serve_options]
-        # These shards serve only loopback; a token in the environment is for other shards.
+        # a token in the environment of this process is for other shards
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        environment |= {TOKEN_VARIABLE: self._token} if self._token else {}
         log_file = self._log(shard)
         make_private(log_file)
         with os.fdopen(os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE), "a") as log:

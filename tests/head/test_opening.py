@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.head.conftest import MakeHead
 from tests.head.test_states import first_half
 from tests.helpers.own_loop import DIM, INPUTS, NUM_CLASSES, STEPS, Encoder, learning_rate, loaded, shuffled, trained
-from weightserver import LocalCluster, NoTableError, TableMismatchError, WeightClient
+from weightserver import AuthenticationError, LocalCluster, NoTableError, TableMismatchError, WeightClient
 from weightserver.torch import ClassifierHead, Loss, Ranks, Rows, Servers
 from weightserver.torch.settings import Settings
 
@@ -41,6 +41,16 @@ def test_blocks_are_large_where_a_window_orders_the_classes(
     head.open()
     assert head.spec.rows_per_block == expected
     assert head.client is None or head.client.describe().spec.rows_per_block == expected
+
+
+def test_other_users_of_the_machine_cannot_call_the_servers_of_a_head(make_head: MakeHead, tmp_path: Path) -> None:
+    """They reach loopback, too: the modes of the directory would hide nothing."""
+    client = make_head(servers=None, directory=tmp_path / "servers").connect()
+    with (
+        WeightClient([shard.address for shard in client._shards.connections()]) as other,
+        pytest.raises(AuthenticationError, match="the call has no token"),
+    ):
+        other.drop_table()
 
 
 def test_a_table_keeps_its_blocks(make_head: MakeHead) -> None:

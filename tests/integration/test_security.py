@@ -400,7 +400,7 @@ def test_invalid_tokens_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_token_may_be_in_the_environment(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shard "plain" reads it from there; shards of a local cluster never require one."""
+    """The shard "plain" reads it from there; those of a local cluster have one of their own, or none."""
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert read_token(None) is None
     token = (place.own / "token").read_text()

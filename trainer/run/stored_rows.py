@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -53,7 +54,9 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
             directory = run / "servers"
             if not directory.exists():
                 raise ValueError(f"{run} has no local weight servers (dense rows?): give --servers")
-            addresses = stack.enter_context(LocalCluster(len(list(directory.glob("shard-*/"))), directory)).addresses
+            security = {"token": secrets.token_urlsafe()}
+            cluster = LocalCluster(len(list(directory.glob("shard-*/"))), directory, **security)
+            addresses = stack.enter_context(cluster).addresses
         client = stack.enter_context(WeightClient(addresses, retry_seconds=10, **security))
         spec = client.describe().spec
         if (spec.dim, spec.seed) != (config.model.dim, config.sampling.seed):

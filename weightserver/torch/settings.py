@@ -70,11 +70,11 @@ class Servers:
             raise TypeError(f'servers must be addresses "host:port,host:port" or a list of them, got {given!r}')
         return parse_addresses(*texts)
 
-    def client(self, addresses: Sequence[str]) -> WeightClient:
+    def client(self, addresses: Sequence[str], own_token: str) -> WeightClient:
         """A client of these addresses: the given ones, or those of a head's own servers, which are on loopback."""
         seconds = {name: getattr(self, name) for name in _SECONDS}
         security = {name: getattr(self, name) for name in ("credentials", "token", "insecure")}
-        return WeightClient(addresses, **seconds, **(security if self.addresses else {}))
+        return WeightClient(addresses, **seconds, **(security if self.addresses else {"token": own_token}))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -143,8 +144,8 @@ class Table:
         ranks = self.ranks_on(device)
         self._require_servers()
         if self.client is None:
-            addresses = ranks.of_first(partial(self._start_servers, ranks))
-            self.client = self._stack.enter_context(self.servers.client(addresses))
+            addresses, token = ranks.of_first(partial(self._start_servers, ranks))
+            self.client = self._stack.enter_context(self.servers.client(addresses, token))
         return self.client
 
     def _require_servers(self) -> None:
@@ -153,15 +154,16 @@ class Table:
                 "rows='dense' are in this process alone, without servers and saved states: use rows='resident'"
             )
 
-    def _start_servers(self, ranks: Ranks) -> list[str]:
+    def _start_servers(self, ranks: Ranks) -> tuple[list[str], str]:
+        """The addresses of the servers, which are started if none are given, and the token of those that are."""
         if addresses := self.servers.parsed():
-            return addresses
+            return addresses, ""
         if ranks.local_world_size < ranks.world_size:
             raise ValueError("ranks on several machines need weight servers that all of them reach: give servers")
         # who stops this process may send SIGTERM to all of its control group: a checkpoint still needs the servers
-        options = ["--ignore-sigterm"]
-        cluster = LocalCluster(self.servers.num_shards, self._directory, serve_options=options)
-        return self._stack.enter_context(cluster).addresses
+        options, token = ["--ignore-sigterm"], secrets.token_urlsafe()  # other users of the machine reach loopback, too
+        cluster = LocalCluster(self.servers.num_shards, self._directory, serve_options=options, token=token)
+        return self._stack.enter_context(cluster).addresses, token
 
     def open(
         self,
