@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.settings import Settings, check_positive, resumable
+from trainer.settings import SettingError, Settings, check_positive, resumable
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,9 @@ class ComputeConfig(Settings):
 
     def check(self) -> None:
         check_positive(self, "rank_timeout_seconds")
+        compilers = (os.environ.get("CXX", "g++"), os.environ.get("CC", "gcc"), "clang")
+        if self.compile and not any(map(shutil.which, compilers)):
+            raise SettingError("--compile finds no C compiler: install gcc and g++, or give --no-compile", "compile")
 
     def torch_device(self) -> torch.device:
         """The device of --device. Raises ValueError if this machine does not have it."""

@@ -65,6 +65,16 @@ def test_the_losses_stay_what_they_were(
     assert run(tmp_path / "run", **changes) == pytest.approx(plain, rel=tolerance, abs=0)
 
 
+def test_compiling_without_a_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would end in pages of a traceback, after the run has begun."""
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (problem,) = parse_config(["synthetic", "--compile"]).problems()
+    assert str(problem) == "--compile finds no C compiler: install gcc and g++, or give --no-compile"
+    assert not list(parse_config(["synthetic"]).problems())
+
+
 @pytest.mark.parametrize(
     ("changes", "device", "mode"),
     [
