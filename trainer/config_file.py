@@ -105,5 +105,7 @@ def _options(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{above}{dot}{'' if value else 'no-'}{last}"]
     if isinstance(value, list):
+        if strange := next((item for item in value if str(item).startswith("--")), None):
+            raise ValueError(f"{name} has {strange!r}, which would be an option of its own: remove it")
         return [f"--{above}{dot}{last}", *map(str, value)]
     return [f"--{above}{dot}{last}={value}"]

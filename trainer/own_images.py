@@ -30,7 +30,7 @@ from trainer.model import build_encoder, measure_feature_dim
 from trainer.run.directory import CONFIG_FILE
 from trainer.run_dataset import check_images
 from trainer.settings import flag
-from weightserver.common.logs import logs_json
+from weightserver.common.logs import logs_json, printable
 from weightserver.common.object_store import shown as shown_path
 from weightserver.common.processes import usable_memory
 
@@ -199,7 +199,7 @@ def _say_choices(
     tests = f", {images.num_tests:,} test images" if images.num_tests else ""
     title = f"{place}: {images.number:,} images, {labels}{tests}, {images.shorter_side} px"
     lines += [f"{f'{name} {value}':<37} {reason}" for name, value, reason in _rows(config, choices, given)]
-    print(title, *lines, sep="\n  ", file=sys.stderr)
+    print(*map(printable, (title, *lines)), sep="\n  ", file=sys.stderr)
 
 
 def _text(value: Any) -> str:

@@ -112,6 +112,7 @@ def test_a_folder_is_trained_on_with_the_preset_of_a_file(
             "[rows] is no table of settings: write num_negatives, rows above all tables, named as the options",
         ),
         ('preset = "demo"\n[sampling]', "[sampling] is no table of settings: write settings above all tables"),
+        ('preset = "demo"\nencoder.blocks = [1, "--output=a"]', "encoder.blocks has '--output=a', which would be"),
         ('preset = "imagenet-1k"', "its preset is imagenet-1k: omit demo, or give another file"),
         (None, "No such file or directory"),
     ],

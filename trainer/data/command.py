@@ -17,6 +17,7 @@ from trainer.data.reading import check_source, counted
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
 from trainer.stopping import exit_on_error
+from weightserver.common.logs import printable
 from weightserver.common.object_store import is_remote
 from weightserver.common.object_store import shown as shown_path
 
@@ -27,7 +28,7 @@ def run(options: argparse.Namespace) -> NoReturn:
     with exit_on_error(f"pic {options.command}", after_interrupt="repeat the command to continue"):
         with shown():
             lines = commands[options.command](options)
-        print(*lines, sep="\n")
+        print(*map(printable, lines), sep="\n")
     sys.exit(0)
 
 

@@ -69,8 +69,8 @@ class _Lines(logging.Formatter):
             named = record.args if isinstance(record.args, dict) else {}
             fields |= {"exception": traceback} if traceback else {}
             return json.dumps({**named, **fields, "event": event, "level": level, "timestamp": time}, default=repr)
-        line = [f"{time} [{level}] {printable(event)}"]
-        line += [f"{name}={printable(str(value))}" for name, value in sorted(fields.items())]
+        line = [f"{time} [{level}] {_in_a_line(event)}"]
+        line += [f"{name}={_in_a_line(str(value))}" for name, value in sorted(fields.items())]
         return " ".join(line) + (f"\n{traceback}" if traceback else "")
 
 
@@ -78,9 +78,13 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime"}
 """What every record has."""
 
 
+def _in_a_line(text: str) -> str:
+    return printable(text).replace("\n", r"\n")
+
+
 def printable(text: str) -> str:
-    """Escapes text that would control a terminal."""
-    return text if text.isprintable() else repr(text)[1:-1]
+    """Lines, with what would control a terminal escaped: names of files and answers of other programs may have that."""
+    return "\n".join(line if line.isprintable() else repr(line)[1:-1] for line in text.split("\n"))
 
 
 class OncePerSecond:
@@ -167,15 +171,13 @@ def say(remark: Remark, level: int = logging.INFO) -> None:
     if logs_json():
         logging.getLogger(__name__).log(level, "%(line)s", remark.fields())
     else:
-        print(remark, file=sys.stderr, flush=True)
+        print(printable(remark), file=sys.stderr, flush=True)
 
 
 def print_error(line: str) -> None:
-    """Prints why the process ends on stderr: one line, or one event if the log is JSON. Ignores its errors.
-
-    What another program answered, or a file is called, does not control the terminal."""
+    """Prints why the process ends on stderr: one line, or one event if the log is JSON. Ignores its errors."""
     if logs_json():
         logging.getLogger(__name__).error(line)
     else:
         with contextlib.suppress(OSError, ValueError):
-            print(*map(printable, line.split("\n")), sep="\n", file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)

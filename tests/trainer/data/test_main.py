@@ -160,6 +160,14 @@ def test_black_symbols_are_not_taken_for_labels_unless_they_are_shown_so(
     assert f"9 of 9 sampled images of 8 bits{said}" in printed
 
 
+def test_names_of_images_do_not_control_the_terminal(tmp_path: Path, done: Callable[..., str]) -> None:
+    name = "\x1b]0;title\x07\x9b31m"
+    tree = plain_tree(tmp_path / "tree", 3)
+    (tree / name).mkdir()
+    (tree / name / f"{name}.jpg").write_bytes(b"broken")
+    assert not set(done("inspect", tree)) & set("\x1b\x07\x9b")
+
+
 def test_dark_photographs_are_not_taken_for_labels(tmp_path: Path, done: Callable[..., str]) -> None:
     """A sixth of their light, and in every fifth one nothing."""
     for number in range(20):
