@@ -134,7 +134,8 @@ def _choices(images: ImagesSurvey, machine: Machine, given: Mapping[str, Any]) -
         visits = given["steps"] * batch
     yield "weight_decay", _weight_decay(given.get("learning_rate", learning_rate) / 2 * visits / batch)
     yield from _classes_and_window(images, machine, visits, batch, given)
-    yield "num_shards", Choice(1 if images.number < 1_000_000 else 2, f"for {images.number:,} rows")
+    rows = images.shared.num_classes if images.shared else images.number
+    yield "num_shards", Choice(1 if rows < 1_000_000 else 2, f"for {rows:,} rows")
     yield from _evaluations(images, machine, visits)
 
 

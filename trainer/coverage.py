@@ -26,7 +26,8 @@ def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
             ways.insert(
                 0, f"--window-stride {needed}" if needed <= window else "a larger --window-size and --window-stride"
             )
-        line = f"the run visits only {reached:,} of {num_images:,} images, and no row returns: {length}. To visit all: "
+        lost = ", and no row returns" if config.sampling.labels is None else ""
+        line = f"the run visits only {reached:,} of {num_images:,} images{lost}: {length}. To visit all: "
         return [Remark(line + ", or ".join(ways), **values)]
     if reached == num_images and config.sampling.labels is None:
         more = "--epochs" if config.optimization.steps is None else "--steps"

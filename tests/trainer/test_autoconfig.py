@@ -111,6 +111,7 @@ def test_shared_classes_are_all_in_a_step_unless_a_window_has_enough_of_them(
     shared = ClassOrder(np.arange(10**6) % num_shared, 0)
     config = chosen(survey(10**6, shared=shared), GPU, labels="labels.npy")
     assert (config.rows.num_negatives, config.sampling.window_size) == (negatives, window)
+    assert config.servers.num_shards == 1, "a shard has rows of classes, not of images"
     config.negative_sampler(num_shared).check(config.optimization.batch_size)
     long_tail = ClassOrder(np.maximum(np.arange(10**6) - 300_000, 0) // 3, 0)  # one class fills windows
     assert chosen(survey(10**6, shared=long_tail), GPU, labels="labels.npy").sampling.window_size == 10**6

@@ -176,6 +176,7 @@ def test_a_run_that_cannot_visit_all_images_says_so(settings: dict[str, int], me
     assert (message in warnings) if message else (warnings == "")
     met = np.unique([config.sampling.visit_schedule(300).visits(0, settings["steps"] * 10)])
     assert (len(met) < 300) == ("visits only" in message)
+    assert "no row returns" not in " ".join(coverage_warnings(config.with_settings(labels="shared.npy"), 300))
 
 
 def test_the_advice_visits_all_images(tmp_path: Path) -> None:
