@@ -79,8 +79,8 @@ class SourceOptions(Settings):
     """Whether a fourth channel is the pixels' opacity (show, without this option), or something else that is left out
     (ignore)."""
     max_megapixels: float | None = None
-    """Largest image that is decoded (179 without this option); a larger JPEG is decoded at part of its size, any other
-    counts as broken."""
+    """Largest image that is decoded (179 without this option); a larger JPEG that is not progressive is decoded at part
+    of its size, any other counts as broken."""
     background: str | None = None
     """What transparent pixels show: a colour, as white (without this option) or '#8090a0', or none for the colours that
     they hide."""

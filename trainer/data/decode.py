@@ -67,7 +67,8 @@ class Rendering(NamedTuple):
     pixel_range: tuple[float, float] | None = None
     """Values that are black and white, of images with more than 8 bits; None for the range of 16 bits."""
     max_megapixels: float = 179.0
-    """Largest image that is decoded; larger JPEGs are decoded at a half, a quarter or an eighth of their size."""
+    """Largest image that is decoded; larger JPEGs are decoded at a half, a quarter or an eighth of their size, unless
+    they are progressive."""
 
     def reduction(self, image: Image.Image) -> int:
         """The factor by which an opened image must be reduced. Raises BrokenImageError if it cannot."""
@@ -75,7 +76,9 @@ class Rendering(NamedTuple):
         if image.format == "TIFF":  # whose tiles are decoded whole
             tags = image.tag_v2  # type: ignore[attr-defined]
             pixels = max(pixels, tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0))
-        return self._factor(pixels, (1, 2, 4, 8) if image.format in ("JPEG", "MPO") else (1,))
+        is_progressive = "progressive" in image.info  # libjpeg holds as much of it as of a whole image
+        is_reducible = image.format in ("JPEG", "MPO") and not is_progressive
+        return self._factor(pixels, (1, 2, 4, 8) if is_reducible else (1,))
 
     def check_icon(self, file: BinaryIO) -> None:
         """Raises BrokenImageError if a file is an icon with too large a picture, which Pillow decodes when it opens it,
