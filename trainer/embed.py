@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         "encoder", type=to_path, metavar="RUN", help="a run's directory, or an encoder's file or export"
     )
     parser.add_argument("images", type=to_location, help="a folder of images, a list of paths, or a packed directory")
-    parser.add_argument("--output", type=to_path, required=True, help="a new file: .parquet or .npz; or a folder")
+    parser.add_argument("--output", type=to_path, required=True, help="a new file: .parquet or .npz; of parts a folder")
     parser.add_argument("--checkpoint", help="step-…, a checkpoint of the run (default: its end, or the newest)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--decode-threads", type=int, help="decoding threads (default: one per core, at most 16)")

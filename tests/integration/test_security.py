@@ -785,7 +785,7 @@ def test_only_a_secured_shard_is_served_beyond_loopback(
 
 def test_a_token_leaves_this_machine_over_tls_alone(place: Place) -> None:
     token = read_token(place.own / "token")
-    with pytest.raises(ValueError, match=r"is not on this machine: give credentials, or insecure=True") as raised:
+    with pytest.raises(ValueError, match=r"give credentials \(--tls-ca\), or insecure=True \(--insecure\)") as raised:
         WeightClient(["10.0.0.7:50051"], token=token)
     assert str(token) not in str(raised.value)
     WeightClient(["10.0.0.7:50051"], token=token, insecure=True).close()

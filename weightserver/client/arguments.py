@@ -31,7 +31,8 @@ def checked_addresses(addresses: Sequence[str], *, credentials: object, token: o
     for address in parsed:
         if not is_loopback(address) and credentials is None and not insecure:
             raise ValueError(
-                f"{address} is not on this machine: give credentials, or insecure=True on a network you trust"
+                f"{address} is not on this machine: give credentials (--tls-ca), or insecure=True (--insecure) on a "
+                "network you trust"
             )
     return parsed
 
