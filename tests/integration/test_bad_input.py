@@ -222,7 +222,7 @@ def test_impossible_tables(changes: dict[str, object], message: str) -> None:
 
 
 def test_without_a_table_or_a_session(client: WeightClient, cluster: LocalCluster) -> None:
-    with pytest.raises(NoTableError, match=r"shard 0 .*holds no table: call create_table\(\) first"):
+    with pytest.raises(NoTableError, match=r"shard 0 .*holds no table: a run begins one, or create_table\(\)"):
         client.fetch([1], step=0)
     with pytest.raises(NoTableError, match="holds no table"):
         client.open_session("x")

@@ -35,7 +35,7 @@ def checkpoint_in(answers: Answers, name: str) -> Checkpoint:
         if kept.name == name:
             return kept
     groups = partly_kept(by_shard).get(name, [])
-    raise NoTableError(f"{who_keeps(name, groups)}: call checkpoints() for those of all shards")
+    raise NoTableError(f"{who_keeps(name, groups)}: checkpoints(), or 'weightserver checkpoints', lists those of all")
 
 
 def take_checkpoint(shards: Shards, writer: Writer, schedule: ClientSchedule, name: str, step: int) -> None:

@@ -459,7 +459,9 @@ class WeightClient(Closing):
         it; otherwise, with `join`, this client joins the newest session first."""
         name = arguments.checked_name(name)
         if all(kept.name != name for shard in self.checkpoints_by_shard() for kept in shard):
-            raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
+            raise NoTableError(
+                f"no shard has a checkpoint {name!r}: checkpoints(), or 'weightserver checkpoints', lists those of all"
+            )
         if join:
             self.join_newest_session()
         self._require_session().change("Release", pb.CheckpointRequest(name=name))

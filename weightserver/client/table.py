@@ -41,7 +41,7 @@ def common_table(shards: Shards, answers: Answers, *, is_extended: bool = False)
 def spec_of(answer: pb.DescribeResponse) -> TableSpec:
     """The spec of the shard's table. Raises NoTableError if it holds none."""
     if not answer.HasField("spec"):
-        raise NoTableError(f"shard {answer.shard} holds no table: call create_table() first")
+        raise NoTableError(f"shard {answer.shard} holds no table: a run begins one, or create_table()")
     return spec_from_proto(answer.spec)
 
 

@@ -74,5 +74,5 @@ class Table:
 def existing(table: Table | None) -> Table:
     """The table. Raises NoTableError if there is none."""
     if table is None:
-        raise NoTableError("the shard holds no table: call create_table() first")
+        raise NoTableError("the shard holds no table: a run begins one, or create_table()")
     return table

@@ -84,7 +84,9 @@ class State:
                         f"checkpoint {name!r} was replaced by another of its name: call checkpoints() and start over"
                     )
                 return checkpoint
-        raise NoTableError(f"there is no checkpoint {name!r}: call checkpoints() for those of all shards")
+        raise NoTableError(
+            f"there is no checkpoint {name!r}: checkpoints(), or 'weightserver checkpoints', lists those of all shards"
+        )
 
 
 def descends(state: State, lineage: Lineage, mark: str) -> bool:

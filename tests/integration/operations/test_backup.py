@@ -92,7 +92,8 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
         assert same(client.fetch_state(ROWS), kept)
         with pytest.raises(FencedError, match="was opened by no client, as after a restore"):
             client.open_session("an old writer", join=epoch)
-        assert_one_line(weightserver("release", "two", *cluster.addresses), "no shard has a checkpoint 'two'")
+        advice = "no shard has a checkpoint 'two': checkpoints(), or 'weightserver checkpoints', lists those of all"
+        assert_one_line(weightserver("release", "two", *cluster.addresses), advice)
         assert client.describe().epoch == epoch, "nothing was opened for nothing"
         monkeypatch.setattr(backups, "_copy_shard", copy_shard)
         status, said, error = weightserver("backup", *cluster.addresses, "--output", tmp_path / "again")
