@@ -22,7 +22,7 @@ from tests.integration.test_stores import (
 )
 from trainer.loop import train
 from trainer.schedule import learning_rates
-from weightserver import LocalCluster, TableMismatchError
+from weightserver import LocalCluster, TableMismatchError, WeightClient
 from weightserver.operations.inspect import inspect_directory
 from weightserver.torch import ClassifierHead, VisitSchedule
 from weightserver.torch.rates import LearningRates
@@ -96,7 +96,7 @@ def test_dense_rows_are_float32() -> None:
         ClassifierHead(100, 4, num_negatives=8, rows="dense", dtype="bfloat16")
 
 
-def test_a_head_stores_rows_in_bfloat16(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_head_stores_rows_in_bfloat16(cluster: LocalCluster, client: WeightClient, tmp_path: Path) -> None:
     with ClassifierHead(50, 4, num_negatives=8, directory=tmp_path, dtype="bfloat16") as head:
         head.open()
         rows = head.rows(np.arange(50)).numpy()
