@@ -166,7 +166,7 @@ class TrainConfig:
 
 
 def _absolute(path: Path) -> str:
-    """With its links, which may lead elsewhere when the run is resumed."""
+    """The text of an absolute path, with its links, which may lead elsewhere when the run is resumed."""
     return shown(path if is_remote(path) else path.absolute())
 
 

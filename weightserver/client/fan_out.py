@@ -39,7 +39,7 @@ class Shards:
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
         self._open: set[ShardConnection] = set()
-        """These, and those of threads that are connecting."""
+        """The connections, and those of threads that are connecting."""
         self._closed = False
         self.identity, self.table = b"", 0
         """The table's identity, and its number in requests; empty and 0 while none is known."""

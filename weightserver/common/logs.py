@@ -79,6 +79,7 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime"}
 
 
 def _in_a_line(text: str) -> str:
+    """Text without what would control a terminal or begin a line."""
     return printable(text).replace("\n", r"\n")
 
 
