@@ -7,6 +7,8 @@ Prints the tables of docs/scale.md, which compare `weightserver plan` with the s
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 
 from trainer.data.pack_files import SEGMENT_BYTES
@@ -107,4 +109,5 @@ def table_of_reads() -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("\n".join([*table_of_flushes(), "", *table_of_reads()]))

@@ -10,6 +10,7 @@ together.
 
 from __future__ import annotations
 
+import argparse
 import io
 import tarfile
 import tempfile
@@ -62,4 +63,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -129,7 +129,7 @@ def _pyarrow() -> tuple[Any, Any]:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise ValueError(
-            f"a Parquet file needs pyarrow: {install_advice('parquet')}, or give --output NAME.npz"
+            f"a Parquet file needs pyarrow: {install_advice('parquet')}, or give --output NAME.npz without --part"
         ) from None
 
 

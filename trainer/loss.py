@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,8 +38,8 @@ class LossConfig(Settings):
         from weightserver.torch import margin_of
 
         one = torch.ones(1, 1, dtype=torch.float64)
-        own = (margin_of(self.margin, self.margin_size).of(one) - one).item() / self.temperature
-        return math.log(num_negatives - 1 + math.exp(own)) - own
+        own = (margin_of(self.margin, self.margin_size).of(one) - one) / self.temperature
+        return (torch.logaddexp(torch.log((num_negatives - 1) * one), own) - own).item()
 
     def unused_settings(self) -> dict[str, str]:
         needed = {} if self.margin != "none" else {"margin_size": "--margin cosface, arcface or adaface"}

@@ -350,6 +350,7 @@ def test_a_margin_is_no_reason_to_say_that_a_run_has_learnt_nothing(
     cosines[:, :1] = margin_of(margin, None).of(cosines[:, :1])
     chance = F.cross_entropy(cosines / 0.03, torch.tensor([0])).item()
     assert config.loss.chance(config.rows.num_negatives) == pytest.approx(chance)
+    assert replace(config.loss, temperature=1e-4).chance(num_negatives=1) == 0.0
     for loss, said in ((np.log(64) + 3, []), (chance, [f"the loss ended at {chance:.2f}, which is chance"])):
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": loss}) + "\n")
         notes = [note for note in warnings_of(untrained(config)) if "chance" in note]

@@ -98,7 +98,7 @@ def is_tar(path: Path) -> bool:
 def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
     places: dict[str, Member] = {}
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        for member in _headers(tar):
+        for member in headers(tar):
             name, target = _plain(member.name), None
             if member.isreg() and not member.issparse():
                 target = Member(member.name, member.offset_data, member.size)
@@ -115,7 +115,7 @@ def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
         _check_end(file, tar.offset)
 
 
-def _headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+def headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """The members of a tar, which would keep them all. Raises TarError after one of negative size, which leads some
     versions of Python back to the members before it, for ever."""
     for member in tar:
@@ -269,7 +269,7 @@ def are_shards(tars: Sequence[Path]) -> bool:
     are_samples, has_pairs = any(numbered), False
     try:
         with tarfile.open(tars[0], "r:") as tar:
-            for member in _headers(tar):  # the labels may come last
+            for member in headers(tar):  # the labels may come last
                 key, _ = _key(_plain(member.name))
                 if member.isfile() and not posixpath.basename(key).startswith("."):
                     kind = is_image(member.name)

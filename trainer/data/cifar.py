@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.data.archives import headers
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.reading import Split, read_source
@@ -66,7 +67,8 @@ def _batches(place: Path) -> list[NDArray[np.uint8]]:
             found = {path.name: path.read_bytes() for path in place.iterdir() if path.name in _BINARY}
         else:
             with tarfile.open(place) as archive:
-                files = ((Path(member.name).name, archive.extractfile(member)) for member in archive)
+                regular = (member for member in headers(archive) if member.isreg())
+                files = ((Path(member.name).name, archive.extractfile(member)) for member in regular)
                 found = {name: file.read() for name, file in files if file and name in _BINARY}
     except (OSError, EOFError, tarfile.TarError) as error:
         raise ValueError(f"cannot read {place} ({error}): fetch it again") from error

@@ -119,6 +119,12 @@ def test_damaged_copies_are_one_line(batches: Batches, tmp_path: Path) -> None:
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"cannot read .*cifar-10-binary.tar.gz"):
         load_dataset("cifar-10", tmp_path)
+    header = bytearray(tarfile.TarInfo("data_batch_1.bin").tobuf())
+    header[124:136] = (2**96 - 2**10).to_bytes(12, "big")  # a size of −1,024
+    header[148:156] = b"%06o\0 " % tarfile.calc_chksums(header)[0]  # type: ignore[attr-defined]
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(bytes(header) + bytes(1024))
+    with pytest.raises(ValueError, match=r"cannot read .*cifar-10-binary.tar.gz \(damaged at byte 0\)"):
+        load_dataset("cifar-10", tmp_path)
     (tmp_path / "train" / "cats").mkdir(parents=True)
     Image.new("RGB", (32, 32)).save(tmp_path / "train" / "cats" / "0.png")
     with pytest.raises(ValueError, match="has other folders than train/CLASS and test/CLASS of airplane, "):
