@@ -15,7 +15,7 @@ _MAX_BLOCK_BYTES = 32 << 20
 _INTEGERS = {"num_rows": (1, MAX_ROWS), "dim": (1, 65_536), "rows_per_block": (1, 2_048), "seed": (0, 2**64 - 1)}
 """The smallest and largest values."""
 _NUMBERS = {"momentum": (1.0, "1"), "weight_decay": (math.inf, "∞"), "init_std": (1e15, "1e15")}
-"""Numbers of a table that are in [0, limit): the limit, and how it is written."""
+"""Numbers of a table that are in [0, limit): the limit, and how it is written. That of init_std keeps norms finite."""
 _CORRECTIONS: dict[bool | str, bool | str] = {True: True, False: False, "exact": True, "paper": "paper", "none": False}
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 
